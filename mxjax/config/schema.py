@@ -1,0 +1,337 @@
+"""The configuration tree: one small frozen dataclass per component, with its defaults.
+
+A field's docstring is its description in the JSON schema that editors read
+(``configs/schema.json``) and in ``docs/configuration.md``. Types and single values are checked
+here; what involves several fields or the number of devices is checked in ``checks.py``.
+
+Names are Megatron-LM's and the papers' where they have one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+AxisSize = Annotated[int, Field(ge=-1)]
+
+
+def component(cls):
+    """A frozen dataclass that validates its field types and refuses unknown keys."""
+    return dataclass(frozen=True, kw_only=True, config=_SETTINGS)(cls)
+
+
+@component
+class RopeScalingConfig:
+    """Stretching of rotary frequencies beyond the trained length."""
+
+    kind: Literal["linear", "llama3"] = "llama3"
+    """`linear` divides all positions by `factor`; `llama3` only slows the low frequencies."""
+    factor: Annotated[float, Field(ge=1)] = 8.0
+    """How many times longer the context becomes."""
+    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    """llama3: wavelengths above original length / this are fully scaled."""
+    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    """llama3: wavelengths below original length / this stay as they are."""
+    original_max_position_embeddings: Positive = 8192
+    """llama3: the length that the model was first trained with."""
+
+
+@component
+class ModelConfig:
+    """The transformer, apart from its experts. Defaults are Llama-like and small."""
+
+    num_layers: Positive = 4
+    """Number of transformer layers."""
+    hidden_size: Positive = 256
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive = 1024
+    """Inner width of a dense MLP."""
+    num_attention_heads: Positive = 8
+    """Number of query heads."""
+    num_query_groups: Positive | None = None
+    """Number of key/value heads (grouped-query attention); null: as many as query heads."""
+    head_dim: Positive | None = None
+    """Width of one head (Megatron's kv_channels); null: hidden_size / num_attention_heads."""
+    vocab_size: Positive = 320
+    """Rows of the embedding and columns of the head, padding included. Must hold every id of
+    the tokenizer and be a multiple of `parallel.tp`."""
+    max_position_embeddings: Positive = 4096
+    """Longest sequence the model is meant for; the size of the learned position table."""
+    position_embedding: Literal["rope", "learned"] = "rope"
+    """Rotary (Llama) or learned absolute positions (GPT-2)."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Rotary base."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Rotary frequency scaling; null: none."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation before attention, before the MLP and before the head."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance under the root."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """MLP non-linearity; `gelu` is the tanh form of GPT-2."""
+    add_bias_linear: bool = False
+    """Biases on the attention output and MLP matrices (GPT-2)."""
+    add_qkv_bias: bool = False
+    """Biases on the query, key and value matrices (GPT-2, Qwen2)."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the head."""
+    hidden_dropout: Fraction = 0.0
+    """Dropout after the embedding, after attention and after the MLP."""
+    attention_dropout: Fraction = 0.0
+    """Dropout of attention probabilities."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of initial weights; matrices that write into the residual stream use
+    this / sqrt(2 * num_layers)."""
+    attention_implementation: Literal["auto", "cudnn", "xla"] = "auto"
+    """`cudnn` needs an NVIDIA GPU and 16-bit compute; `xla` runs everywhere; `auto` chooses."""
+
+
+@component
+class MoEConfig:
+    """Mixture of experts. `num_experts: 0` makes a dense model and switches all of this off."""
+
+    num_experts: NonNegative = 0
+    """Routed experts of every MoE layer."""
+    router_topk: Positive = 2
+    """Experts chosen per token."""
+    moe_ffn_hidden_size: Positive | None = None
+    """Inner width of one expert; null: `model.ffn_hidden_size`."""
+    shared_expert_intermediate_size: NonNegative = 0
+    """Inner width of the shared expert that every token passes; 0: none."""
+    first_k_dense: NonNegative = 0
+    """The first so many layers have a dense MLP instead of experts."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    router_pre_softmax: bool = False
+    """softmax over all experts before top-k (DeepSeek-V2, Qwen3); false: softmax over the chosen
+    k only (Mixtral)."""
+    norm_topk_prob: bool = False
+    """Divide the chosen scores by their sum. Softmax over the chosen k sums to one already."""
+    routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies the weights of the chosen experts."""
+    aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss over the microbatch (Switch Transformer)."""
+    seq_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss over each sequence (DeepSeek-V3)."""
+    z_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the router's squared log-sum-exp (ST-MoE)."""
+    expert_bias_update_rate: NonNegativeFloat = 0.0
+    """Step of the aux-loss-free balancing bias, moved once a step by the global counts
+    (DeepSeek-V3: 1e-3); 0: no bias."""
+    dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens reach the experts of other `ep` ranks; `alltoall` sends each token once per
+    rank that holds one of its experts, `allgather` sends every token to every rank."""
+    capacity_buckets: tuple[Annotated[float, Field(ge=1)], ...] = (1.25, 2.0)
+    """Sizes of the exchange and expert buffers, in multiples of perfect balance, smallest first.
+    A step that overflows is repeated with the next one; the last resort, always present, holds
+    any routing. No token is dropped."""
+    force_balanced: bool = False
+    """Ignore the router's choice and deal tokens out evenly: for benchmarks only."""
+
+
+@component
+class ParallelConfig:
+    """Sizes of the six mesh axes, outermost first, and how state is sharded over them.
+    One axis may be -1: it takes the devices that the others leave."""
+
+    pp: AxisSize = 1
+    """Pipeline stages."""
+    dp: AxisSize = -1
+    """Data parallel replicas."""
+    ep: AxisSize = 1
+    """Expert parallel ranks; for everything that is not an expert, more data parallelism."""
+    cp: AxisSize = 1
+    """Context parallel: attention over a split sequence (ring or all-gathered keys)."""
+    sp: AxisSize = 1
+    """Sequence parallel by head exchange (Ulysses)."""
+    tp: AxisSize = 1
+    """Tensor parallel."""
+    sequence_parallel: bool = True
+    """With tp > 1, keep the residual stream split over `tp` along the sequence (Megatron)."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What is sharded over the data-like axes: 1 optimizer state and master weights, 2 also
+    accumulated gradients, 3 also the weights that compute reads (gathered layer by layer)."""
+    expert_tensor_parallel: bool = True
+    """With tp > 1: true splits each expert's inner width over `tp`; false folds `tp` into `ep`,
+    so that whole experts spread over ep * tp ranks (Megatron's parallel folding)."""
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the gradient reduction over data-like axes."""
+    cpu_devices: NonNegative = 0
+    """Run on this many virtual CPU devices instead of the real ones; 0: the real ones."""
+
+
+@component
+class PipelineConfig:
+    """Pipeline schedule. `parallel.pp` > 1 is not available yet."""
+
+    schedule: Literal["none"] = "none"
+    """`none`: no pipeline."""
+
+
+@component
+class RematConfig:
+    """What the backward pass recomputes instead of keeping."""
+
+    policy: Literal["none", "dots", "full"] = "none"
+    """`none` keeps everything, `dots` keeps matrix products and recomputes the rest, `full` keeps
+    only the input of each layer."""
+
+
+@component
+class TrainingConfig:
+    """Length, batch, precision and safety of a run."""
+
+    num_steps: Positive = 1000
+    """Optimizer steps of the whole run."""
+    seq_length: Positive = 256
+    """Tokens of one sequence."""
+    global_batch_size: Positive = 16
+    """Sequences of one optimizer step, over all devices and microbatches."""
+    num_microbatches: Positive = 1
+    """Parts that each device's share of the batch is cut into; gradients accumulate over them."""
+    seed: NonNegative = 0
+    """The one seed of initial weights, data order, dropout and router noise."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of activations and of the weights that compute reads."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the master weights and of the optimizer state."""
+    z_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the head's squared log-sum-exp."""
+    eval_interval: NonNegative = 0
+    """Evaluate on held-out data every so many steps and at the end; 0: never."""
+    eval_batches: Positive = 8
+    """Global batches of one evaluation."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A NaN or infinite loss or gradient: stop with the place named, or skip the update and count
+    it. Either way the state keeps its last good value."""
+    max_skipped_steps: NonNegative = 10
+    """With `nonfinite: skip`: stop after so many skipped steps in a row."""
+    scan_layers: bool = True
+    """Compile one layer and loop (quick to compile); false unrolls the layers (faster to run)."""
+    deterministic: bool = False
+    """GPU: only kernels that give the same bits each time, at some speed. A CPU always does."""
+
+
+@component
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule, decay and clipping."""
+
+    name: Literal["adamw", "adafactor", "sgd", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of matrices and uses AdamW for the rest."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """After the warm-up: constant; cosine down to `min_lr`; or constant, then down to `min_lr`
+    over the last `decay_steps` (warm-up, stable, decay)."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up from zero."""
+    decay_steps: NonNegative | None = None
+    """cosine: step at which `min_lr` is reached (null: the last); wsd: length of the final linear
+    decay (null: a tenth of the run)."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment (sgd: momentum)."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+    no_decay: tuple[str, ...] = ("bias", "norm")
+    """Parameters with one of these words in their path are not decayed."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+@component
+class DataConfig:
+    """Where tokens come from, how they are packed and split."""
+
+    source: Literal["synthetic", "text", "jsonl"] = "synthetic"
+    """`synthetic`: random tokens; `text`: one document a file; `jsonl`: one document a line."""
+    paths: tuple[str, ...] = ()
+    """Files, folders or globs (`**` allowed). `{python_stdlib}` stands for the folder of Python's
+    own standard library."""
+    exclude: tuple[str, ...] = ()
+    """Globs of files to leave out."""
+    text_key: str = "text"
+    """jsonl: the field that holds the text."""
+    tokenizer: Literal["byte"] = "byte"
+    """`byte`: ids 0-255 are bytes, 256 ends a document."""
+    document_mask: bool = True
+    """Attention and positions start anew at each document; false lets a packed sequence attend
+    across its documents, as most peers do."""
+    validation_fraction: Fraction = 0.05
+    """Share of the documents (of the text, if there is one document) held out for evaluation."""
+    validation_paths: tuple[str, ...] = ()
+    """Evaluate on these files instead of a share of `paths`."""
+    num_epochs: Positive | None = None
+    """Stop after so many passes over the data; null: reshuffle and go on."""
+    shuffle: bool = True
+    """Shuffle documents and then samples, anew each epoch."""
+    num_threads: Positive = 2
+    """Reader threads of each process."""
+    prefetch: Positive = 4
+    """Batches read ahead."""
+
+
+@component
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save_interval: NonNegative = 0
+    """Save every so many steps; 0: never, not even at the end."""
+    keep_last: Positive = 3
+    """Newest checkpoints kept."""
+    keep_every: NonNegative = 0
+    """Keep also each checkpoint whose step is a multiple of this; 0: none."""
+    async_save: bool = True
+    """Write in the background while training goes on."""
+    restore_step: NonNegative | None = None
+    """Resume from this step instead of the newest; later checkpoints are refused, not deleted."""
+
+
+@component
+class LogConfig:
+    """What a run prints, writes and records."""
+
+    interval: Positive = 1
+    """Print every so many steps; `metrics.jsonl` has all of them."""
+    progress_bar: bool = True
+    """Progress bar under the lines, on a terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard files into the run directory."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """First and last step to record with the JAX profiler, into `<run_dir>/profile`."""
+    sample_tokens: NonNegative = 0
+    """Greedy tokens to print when training ends; 0: none."""
+    sample_prompt: str = "def "
+    """Start of that sample."""
+
+
+@component
+class Config:
+    """One run."""
+
+    run_dir: str = "runs/default"
+    """Folder of everything that the run writes; running again resumes from it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
