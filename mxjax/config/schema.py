@@ -1,8 +1,9 @@
 """The configuration tree: one small frozen dataclass per component, with its defaults.
 
 A field's docstring is its description in the JSON schema that editors read
-(``configs/schema.json``) and in ``docs/configuration.md``. Types and single values are checked
-here; what involves several fields or the number of devices is checked in ``checks.py``.
+(``configs/schema.json``) and in ``docs/configuration_reference.md``; both are written anew by
+``python -m mxjax.config.json_schema``. Types and single values are checked here; what involves
+several fields is checked in ``rules.py``, and the axes against the devices in ``checks.py``.
 
 Names are Megatron-LM's and the papers' where they have one.
 """
@@ -93,6 +94,16 @@ class ModelConfig:
     this / sqrt(2 * num_layers)."""
     attention_implementation: Literal["auto", "cudnn", "xla"] = "auto"
     """`cudnn` needs an NVIDIA GPU and 16-bit compute; `xla` runs everywhere; `auto` chooses."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """`head_dim` with its default filled in."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_groups(self) -> int:
+        """`num_query_groups` with its default filled in."""
+        return self.num_query_groups or self.num_attention_heads
 
 
 @component
@@ -260,10 +271,12 @@ class DataConfig:
     source: Literal["synthetic", "text", "jsonl"] = "synthetic"
     """`synthetic`: random tokens; `text`: one document a file; `jsonl`: one document a line."""
     paths: tuple[str, ...] = ()
-    """Files, folders or globs (`**` allowed). `{python_stdlib}` stands for the folder of Python's
-    own standard library."""
+    """Files, folders or globs (`**` allowed); of a folder all files, for jsonl its `*.jsonl`.
+    `{python_stdlib}` stands for the folder of Python's own standard library, without the packages
+    installed below it."""
     exclude: tuple[str, ...] = ()
-    """Globs of files to leave out."""
+    """Files or folders to leave out; a relative glob matches in any folder, `./` ties it to the
+    working directory."""
     text_key: str = "text"
     """jsonl: the field that holds the text."""
     tokenizer: Literal["byte"] = "byte"
@@ -274,7 +287,8 @@ class DataConfig:
     validation_fraction: Fraction = 0.05
     """Share of the documents (of the text, if there is one document) held out for evaluation."""
     validation_paths: tuple[str, ...] = ()
-    """Evaluate on these files instead of a share of `paths`."""
+    """Evaluate on these files instead of a share of `paths`; never trained on, even if `paths`
+    covers them."""
     num_epochs: Positive | None = None
     """Stop after so many passes over the data; null: reshuffle and go on."""
     shuffle: bool = True

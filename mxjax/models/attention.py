@@ -1,0 +1,77 @@
+"""Grouped-query attention, split over `tp` by heads.
+
+Shapes: B batch, S sequence, s sequence of the residual stream, H hidden, N query heads and G
+key/value groups (local), D head width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mxjax.config.schema import ModelConfig
+from mxjax.kernels.attention import causal_attention
+from mxjax.kernels.rope import apply_rope
+from mxjax.models.context import LayerContext
+from mxjax.models.parts import param
+from mxjax.sharding import collectives, tensor_parallel
+
+
+class Attention(nnx.Module):
+    """Multi-head (G = N), grouped-query or multi-query (G = 1) causal self-attention."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        H, N, D = model.hidden_size, model.num_attention_heads, model.attention_head_dim
+        G = model.attention_groups
+        self.num_query_groups = G
+        self.implementation = model.attention_implementation
+        self.dropout = model.attention_dropout
+        self.add_qkv_bias = model.add_qkv_bias
+        self.add_out_bias = model.add_bias_linear
+        std = model.init_method_std
+        self.q = param(rngs, (H, N, D), ("hidden", "heads", "head_dim"), std=std)
+        self.kv = param(rngs, (H, 2, G, D), ("hidden", "branch", "kv_heads", "head_dim"), std=std)
+        self.out = param(
+            rngs,
+            (N, D, H),
+            ("heads", "head_dim", "hidden"),
+            std=std / (2 * model.num_layers) ** 0.5,
+        )
+        if self.add_qkv_bias:
+            self.q_bias = param(rngs, (N, D), ("heads", "head_dim"))
+            self.kv_bias = param(rngs, (2, G, D), ("branch", "kv_heads", "head_dim"))
+        if self.add_out_bias:
+            self.out_bias = param(rngs, (H,), ("hidden",))
+
+    def __call__(self, x_BsH: jax.Array, ctx: LayerContext, key: jax.Array | None) -> jax.Array:
+        x_BSH = tensor_parallel.enter(x_BsH, ctx.sequence_parallel)
+        q_BSND = jnp.einsum("bsh,hnd->bsnd", x_BSH, self.q[...])
+        kv = jnp.einsum("bsh,hcgd->bscgd", x_BSH, self._local_groups(self.kv[...]))
+        if self.add_qkv_bias:
+            q_BSND += self.q_bias[...]
+            kv += self._local_groups(self.kv_bias[...])
+        k_BSGD, v_BSGD = kv[:, :, 0], kv[:, :, 1]
+        if ctx.rope is not None:
+            q_BSND, k_BSGD = apply_rope(q_BSND, ctx.rope), apply_rope(k_BSGD, ctx.rope)
+        mixed_BSND = causal_attention(
+            q_BSND,
+            k_BSGD,
+            v_BSGD,
+            segment_ids_BS=ctx.segment_ids_BS,
+            dropout_rate=self.dropout,
+            dropout_key=ctx.tensor_key(key),
+            implementation=self.implementation,
+        )
+        partial_BSH = jnp.einsum("bsnd,ndh->bsh", mixed_BSND, self.out[...])
+        out_BsH = tensor_parallel.leave(partial_BSH, ctx.sequence_parallel)
+        return out_BsH + self.out_bias[...] if self.add_out_bias else out_BsH
+
+    def _local_groups(self, kv: jax.Array) -> jax.Array:
+        """With fewer groups than `tp` ranks, each rank holds all groups and uses one."""
+        ranks = collectives.axis_size("tp")
+        if ranks <= self.num_query_groups:
+            return kv
+        group = collectives.axis_index("tp") * self.num_query_groups // ranks
+        return lax.dynamic_slice_in_dim(kv, group, 1, axis=kv.ndim - 2)

@@ -1,0 +1,26 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from mxjax.config.schema import ModelConfig
+from mxjax.kernels.norm import layer_norm, rms_norm
+from mxjax.models.parts import param
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the hidden dim."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.epsilon = model.norm_epsilon
+        self.centred = model.norm == "layernorm"
+        self.scale = param(rngs, (model.hidden_size,), ("hidden",), constant=1.0)
+        if self.centred:
+            self.bias = param(rngs, (model.hidden_size,), ("hidden",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.centred:
+            return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
+        return rms_norm(x, self.scale[...], self.epsilon)

@@ -1,0 +1,112 @@
+"""A Flax module as the rest of the trainer sees it: shapes first, then a pure function of arrays.
+
+State is plain nested dicts of arrays (`optax` and checkpoints like them); modules exist only while
+a layer is traced. A `Part` translates between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mxjax.sharding.rules import ParamInfo
+
+Params = dict
+
+
+def param(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    std: float = 0.0,
+    constant: float = 0.0,
+    dtype: jnp.dtype = jnp.float32,
+    keep_precision: bool = False,
+) -> nnx.Param:
+    """A parameter with one logical axis name (or None) per dim: normal with `std`, or constant."""
+    if std:
+        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    else:
+        value = jnp.full(shape, constant, jnp.float32)
+    return nnx.Param(value.astype(dtype), sharding_names=axes, keep_precision=keep_precision)
+
+
+class Part:
+    """One module class of the model, or `num_layers` of them stacked along a first dim.
+
+    Attributes:
+      infos: nested dict of `ParamInfo`, the same structure as the parameters.
+    """
+
+    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], num_layers: int | None = None):
+        self._build = build
+        self.num_layers = num_layers
+        # Logical names are not mesh axes: Flax must not try to place arrays by them.
+        with nnx.use_eager_sharding(False):
+            module = jax.eval_shape(lambda: build(nnx.Rngs(0)))
+        self._treedef = jax.tree.structure(module)
+        self.infos = self._describe(module)
+
+    def _describe(self, module: nnx.Module) -> dict:
+        variables, _ = jax.tree.flatten_with_path(
+            module, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+        self._paths = [tuple(_key_name(key) for key in path) for path, _ in variables]
+        stack = () if self.num_layers is None else (self.num_layers,)
+        infos: dict = {}
+        for path, variable in zip(self._paths, (v for _, v in variables), strict=True):
+            value = variable.get_value()
+            metadata = variable.get_metadata()
+            info = ParamInfo(
+                shape=(*stack, *value.shape),
+                dtype=value.dtype,
+                axes=(*(("layers",) if stack else ()), *metadata["out_sharding"]),
+                keep_precision=metadata["keep_precision"],
+            )
+            _set(infos, path, info)
+        return infos
+
+    @property
+    def layer_infos(self) -> dict:
+        """`infos` of a single layer of a stacked part."""
+        return jax.tree.map(
+            lambda i: ParamInfo(i.shape[1:], i.dtype, i.axes[1:], i.keep_precision), self.infos
+        )
+
+    def init(self, key: jax.Array) -> Params:
+        """Initial parameters; trace it inside `jit` with output shardings to create them placed."""
+        if self.num_layers is None:
+            return self._init_one(key)
+        return jax.vmap(self._init_one)(jax.random.split(key, self.num_layers))
+
+    def _init_one(self, key: jax.Array) -> Params:
+        with nnx.use_eager_sharding(False):
+            leaves = jax.tree.leaves(self._build(nnx.Rngs(key)))
+        params: Params = {}
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            _set(params, path, leaf)
+        return params
+
+    def bind(self, params: Params) -> nnx.Module:
+        """The module with these arrays (of one layer, if stacked) as its weights."""
+        return jax.tree.unflatten(self._treedef, [_get(params, path) for path in self._paths])
+
+
+def _key_name(key) -> str:
+    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
+
+
+def _set(tree: dict, path: tuple[str, ...], value) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def _get(tree: dict, path: tuple[str, ...]):
+    for name in path:
+        tree = tree[name]
+    return tree

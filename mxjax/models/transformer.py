@@ -1,0 +1,223 @@
+"""Decoder-only transformer: embedding, groups of identical layers, head.
+
+`layer(params, x, ctx, ...) -> (x, aux)` is all that the layer loop, and later the pipeline, knows
+of a layer. Shapes: B batch, S sequence, s sequence of the residual stream, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mxjax.config.schema import ModelConfig, MoEConfig
+from mxjax.kernels.dropout import dropout
+from mxjax.kernels.rope import rope_frequencies, rope_table
+from mxjax.models.attention import Attention
+from mxjax.models.context import LayerContext
+from mxjax.models.embedding import Embedding, Head
+from mxjax.models.mlp import MLP
+from mxjax.models.norm import Norm
+from mxjax.models.parts import Params, Part
+from mxjax.moe.layer import MoE
+from mxjax.moe.router import RouterStatistics
+from mxjax.sharding import collectives
+
+NO_LAYER = 1 << 20
+"""Stands for a layer index in the random key of what is not a layer (the embedding)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MoEAux:
+    """What an MoE layer reports besides its output."""
+
+    router: RouterStatistics
+    needed_capacity: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerAux:
+    """What a layer reports besides its output."""
+
+    finite: jax.Array
+    """bool: every output value is finite. Only computed where someone reads it."""
+    moe: MoEAux | None
+
+
+class TransformerLayer(nnx.Module):
+    """Pre-norm attention and MLP or MoE, each with a residual."""
+
+    def __init__(self, model: ModelConfig, feed_forward: Callable[[nnx.Rngs], nnx.Module], rngs):
+        self.hidden_dropout = model.hidden_dropout
+        self.attention_norm = Norm(model, rngs)
+        self.attention = Attention(model, rngs)
+        self.mlp_norm = Norm(model, rngs)
+        self.mlp = feed_forward(rngs)
+
+    def __call__(
+        self, x_BsH: jax.Array, ctx: LayerContext, index: jax.Array, bias_E: jax.Array | None
+    ) -> tuple[jax.Array, LayerAux]:
+        """`index`: the layer's place in the model. `bias_E`: balancing bias of an MoE layer."""
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, index)
+        attention_key, dropout_key, mlp_key = (
+            (None,) * 3 if key is None else jax.random.split(key, 3)
+        )
+        mixed = self.attention(self.attention_norm(x_BsH), ctx, attention_key)
+        x_BsH += dropout(mixed, self.hidden_dropout, ctx.residual_key(dropout_key))
+        normed = self.mlp_norm(x_BsH)
+        moe_aux = None
+        if bias_E is None:
+            update = self.mlp(normed, ctx.sequence_parallel)
+        else:
+            update, statistics, needed = self.mlp(normed, ctx, bias_E)
+            moe_aux = MoEAux(statistics, needed)
+        x_BsH += dropout(update, self.hidden_dropout, ctx.residual_key(mlp_key))
+        return x_BsH, LayerAux(finite=jnp.all(jnp.isfinite(x_BsH)), moe=moe_aux)
+
+
+LayerFunction = Callable[..., tuple[jax.Array, LayerAux]]
+LayerWrapper = Callable[[LayerFunction, dict], LayerFunction]
+"""(layer function, parameter infos of one layer) -> layer function: ZeRO-3 gathering, remat."""
+
+
+class Transformer:
+    """The model as a set of parts and a pure forward pass; parameters are a nested dict.
+
+    Parameter tree: `embedding`, `dense_layers` and / or `moe_layers` (stacked), `head`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        *,
+        expert_tensor_parallel: bool = True,
+        sequence_parallel: bool = False,
+        document_mask: bool = True,
+        capacity_factor: float = float("inf"),
+    ):
+        self.model = model
+        self.moe = moe
+        self.document_mask = document_mask
+        self._sequence_parallel = sequence_parallel
+        num_dense = model.num_layers if moe.num_experts == 0 else moe.first_k_dense
+        self.num_moe_layers = model.num_layers - num_dense
+        self.parts: dict[str, Part] = {"embedding": Part(lambda rngs: Embedding(model, rngs))}
+
+        def dense(rngs):
+            return MLP(model, model.ffn_hidden_size, model.add_bias_linear, rngs)
+
+        def experts(rngs):
+            return MoE(model, moe, expert_tensor_parallel, capacity_factor, rngs)
+
+        if num_dense:
+            self.parts["dense_layers"] = Part(
+                lambda rngs: TransformerLayer(model, dense, rngs), num_dense
+            )
+        if self.num_moe_layers:
+            self.parts["moe_layers"] = Part(
+                lambda rngs: TransformerLayer(model, experts, rngs), self.num_moe_layers
+            )
+        self.parts["head"] = Part(lambda rngs: Head(model, rngs))
+
+    @property
+    def layer_groups(self) -> list[str]:
+        """Names of the stacked groups, in the order in which they run."""
+        return [name for name, part in self.parts.items() if part.num_layers is not None]
+
+    @property
+    def infos(self) -> dict:
+        """`ParamInfo` of every parameter, as a tree like the parameters."""
+        return {name: part.infos for name, part in self.parts.items()}
+
+    def init(self, key: jax.Array) -> Params:
+        """Initial parameters, global shapes."""
+        keys = jax.random.split(key, len(self.parts))
+        return {
+            name: part.init(part_key)
+            for (name, part), part_key in zip(self.parts.items(), keys, strict=True)
+        }
+
+    def initial_expert_bias(self) -> jax.Array | None:
+        """Balancing bias of every MoE layer, [L, E] fp32; None without experts."""
+        if not self.num_moe_layers:
+            return None
+        return jnp.zeros((self.num_moe_layers, self.moe.num_experts), jnp.float32)
+
+    def context(self, batch: dict[str, jax.Array], key: jax.Array | None) -> LayerContext:
+        """Side inputs of one microbatch (arrays [B, S]) on this rank."""
+        sequence_parallel = self._sequence_parallel and collectives.axis_size("tp") > 1
+        model, rope = self.model, None
+        if model.position_embedding == "rope":
+            frequencies = rope_frequencies(
+                model.attention_head_dim, model.rope_theta, model.rope_scaling
+            )
+            rope = rope_table(batch["positions"], frequencies)
+        valid = batch["segment_ids"] > 0
+        has_dropout = model.hidden_dropout > 0 or model.attention_dropout > 0
+        return LayerContext(
+            positions_BS=batch["positions"],
+            segment_ids_BS=batch["segment_ids"] if self.document_mask else None,
+            valid_Bs=collectives.shard(valid, "tp", dim=1) if sequence_parallel else valid,
+            rope=rope,
+            key=key if has_dropout else None,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def hidden(
+        self,
+        params: Params,
+        expert_bias_LE: jax.Array | None,
+        tokens_BS: jax.Array,
+        ctx: LayerContext,
+        wrap: LayerWrapper,
+    ) -> tuple[jax.Array, dict[str, LayerAux]]:
+        """Residual stream after the last layer, and each group's `aux` stacked over its layers."""
+        embedding = self.parts["embedding"].bind(params["embedding"])
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, NO_LAYER)
+        x = embedding(tokens_BS, ctx, key)
+        aux: dict[str, LayerAux] = {}
+        first = 0
+        for name in self.layer_groups:
+            part = self.parts[name]
+            bias = expert_bias_LE if name == "moe_layers" else None
+
+            def layer(layer_params, x, ctx, index, bias_E, part=part):
+                return part.bind(layer_params)(x, ctx, index, bias_E)
+
+            indices = first + jnp.arange(part.num_layers)
+            run = wrap(layer, part.layer_infos)
+            x, aux[name] = run_layers(run, params[name], x, ctx, indices, bias)
+            first += part.num_layers
+        return x, aux
+
+
+def run_layers(
+    layer: LayerFunction,
+    params: Params | list[Params],
+    x: jax.Array,
+    ctx: LayerContext,
+    indices_L: jax.Array,
+    bias_LE: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    """Run a group of layers: stacked parameters in a scan, a list of parameters unrolled."""
+    if isinstance(params, list):
+        auxes = []
+        for i, layer_params in enumerate(params):
+            bias_E = None if bias_LE is None else bias_LE[i]
+            x, aux = layer(layer_params, x, ctx, indices_L[i], bias_E)
+            auxes.append(aux)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
+
+    def body(x, inputs):
+        layer_params, index, bias_E = inputs
+        return layer(layer_params, x, ctx, index, bias_E)
+
+    return lax.scan(body, x, (params, indices_L, bias_LE))

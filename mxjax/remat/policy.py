@@ -1,0 +1,42 @@
+"""What a layer's backward pass keeps and what it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+from mxjax.config.schema import RematConfig
+from mxjax.sharding.mesh import DATA_AXES
+
+LayerFunction = Callable[..., tuple]
+
+
+def rematerialise(layer: LayerFunction, remat: RematConfig, gathers_weights: bool) -> LayerFunction:
+    """`layer` with the policy of `remat` around it.
+
+    `gathers_weights`: the layer gathers its own weights (ZeRO-3). They must not outlive the
+    layer's forward pass, so even policy `none` then gathers them again in the backward pass.
+    """
+    if remat.policy == "full":
+        return jax.checkpoint(layer, prevent_cse=False)
+    if remat.policy == "dots":
+        return jax.checkpoint(layer, policy=_keep_products, prevent_cse=False)
+    if gathers_weights:
+        return jax.checkpoint(layer, policy=_keep_all_but_weights, prevent_cse=False)
+    return layer
+
+
+def _keep_products(primitive, *_, **params) -> bool:
+    if primitive is lax.dot_general_p:
+        # Two batch dims (batch and head) mean attention scores, quadratic in the sequence.
+        _, (batch_dims, _) = params["dimension_numbers"]
+        return len(batch_dims) < 2
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+def _keep_all_but_weights(primitive, *_, **params) -> bool:
+    if primitive is lax.all_gather_p:
+        return not set(params["axis_name"]) <= set(DATA_AXES)
+    return True

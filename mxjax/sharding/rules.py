@@ -1,0 +1,96 @@
+"""From logical axis names on Flax parameters to mesh axes: one table."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from mxjax.config.schema import ModelConfig, ParallelConfig
+from mxjax.sharding.mesh import DATA_AXES, EXPERT_DATA_AXES
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """Shape, precision and logical dims of one parameter.
+
+    `keep_precision`: computed with in its stored precision (router weights), never cast down.
+    """
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str | None, ...]
+    keep_precision: bool = False
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Mesh axes of each logical dim of a parameter. A dim named `None` is never split.
+
+    Every non-expert matrix has exactly one `hidden` dim and every expert matrix one
+    `expert_hidden` dim: ZeRO splits these, so that it composes with any tensor split.
+    """
+
+    layers: MeshAxes = ()
+    vocab: MeshAxes = ("tp",)
+    position: MeshAxes = ()
+    hidden: MeshAxes = ()
+    heads: MeshAxes = ("tp",)
+    kv_heads: MeshAxes = ("tp",)
+    head_dim: MeshAxes = ()
+    branch: MeshAxes = ()
+    """Matrices of one kind side by side: key and value, gate and up."""
+    ffn: MeshAxes = ("tp",)
+    expert: MeshAxes = ("ep",)
+    expert_hidden: MeshAxes = ()
+    expert_ffn: MeshAxes = ("tp",)
+
+    def spec(self, logical: tuple[str | None, ...]) -> PartitionSpec:
+        """Placement of a parameter with these logical dims; errors as `mesh_axes`."""
+        return PartitionSpec(*(axes or None for axes in self.mesh_axes(logical)))
+
+    def mesh_axes(self, logical: tuple[str | None, ...]) -> tuple[MeshAxes, ...]:
+        """Mesh axes of each dim of a parameter with these logical dims.
+
+        Raises:
+          ValueError: a mesh axis would split two dims of one parameter, or a name is unknown.
+        """
+        used: dict[str, str] = {}
+        dims: list[MeshAxes] = []
+        for name in logical:
+            if name is not None and not hasattr(self, name):
+                known = ", ".join(field.name for field in dataclasses.fields(self))
+                raise ValueError(f"unknown logical axis {name!r}; known: {known}")
+            axes = () if name is None else getattr(self, name)
+            for axis in axes:
+                if axis in used:
+                    raise ValueError(
+                        f"mesh axis {axis!r} splits both {used[axis]!r} and {name!r} of a "
+                        f"parameter with dims {logical}"
+                    )
+                used[axis] = name
+            dims.append(axes)
+        return tuple(dims)
+
+
+def compute_rules(parallel: ParallelConfig, model: ModelConfig) -> ShardingRules:
+    """Placement of the weights that a layer computes with."""
+    folded = not parallel.expert_tensor_parallel
+    return ShardingRules(
+        # With fewer groups than ranks every rank holds all groups and takes the one it needs.
+        kv_heads=("tp",) if model.attention_groups >= parallel.tp else (),
+        expert=("ep", "tp") if folded else ("ep",),
+        expert_ffn=() if folded else ("tp",),
+    )
+
+
+def stored_rules(parallel: ParallelConfig, model: ModelConfig) -> ShardingRules:
+    """Placement of master weights, gradients and optimizer state between steps."""
+    rules = compute_rules(parallel, model)
+    if parallel.zero_stage == 0:
+        return rules
+    return dataclasses.replace(rules, hidden=DATA_AXES, expert_hidden=EXPERT_DATA_AXES)

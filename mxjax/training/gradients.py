@@ -1,0 +1,268 @@
+"""Loss and gradients: the one fully manual `shard_map` of a training step.
+
+Shapes: M microbatches, B sequences of a microbatch, S sequence, L MoE layers, E experts. Inside the
+`shard_map` B and S are this rank's parts. `sharding/collectives.py` says how gradients are meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from mxjax.config.schema import Config
+from mxjax.models.parts import Params
+from mxjax.models.transformer import LayerAux, Transformer
+from mxjax.moe.balance import router_loss
+from mxjax.remat.policy import rematerialise
+from mxjax.sharding import collectives
+from mxjax.sharding.mesh import BATCH_AXES, DATA_AXES, SEQUENCE_AXES
+from mxjax.sharding.rules import compute_rules, stored_rules
+from mxjax.sharding.zero import ZeroPlan
+
+Batch = dict[str, jax.Array]
+
+BATCH_SPEC = PartitionSpec(None, BATCH_AXES, SEQUENCE_AXES)
+"""Placement of batch arrays [M, B, S]."""
+
+REPLICATED = PartitionSpec()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BatchStatistics:
+    """What a pass over one global batch reports; every field is global and equal on all ranks."""
+
+    loss: jax.Array
+    """Mean negative log-likelihood per real target token, nats."""
+    router_loss: jax.Array
+    """What the routers' losses add to the objective."""
+    z_loss: jax.Array
+    """What the head's z-loss adds to the objective."""
+    num_targets: jax.Array
+    counts_LE: jax.Array | None
+    """Tokens sent to each expert; None without experts."""
+    needed_capacity: jax.Array
+    """Least capacity factor with which no buffer overflows; 0: nothing can overflow."""
+
+
+class Objective:
+    """The model on a mesh: sharding of its parameters, its loss, its gradients."""
+
+    def __init__(self, config: Config, mesh: Mesh, capacity_factor: float = float("inf")):
+        training, parallel = config.training, config.parallel
+        self.config = config
+        self.mesh = mesh
+        self.model = Transformer(
+            config.model,
+            config.moe,
+            expert_tensor_parallel=parallel.expert_tensor_parallel,
+            sequence_parallel=parallel.sequence_parallel,
+            document_mask=config.data.document_mask,
+            capacity_factor=capacity_factor,
+        )
+        self.zero = ZeroPlan(
+            stored=stored_rules(parallel, config.model),
+            compute=compute_rules(parallel, config.model),
+            compute_dtype=jnp.dtype(training.compute_dtype),
+            reduce_dtype=jnp.dtype(parallel.grad_reduce_dtype),
+        )
+        self.param_specs = jax.tree.map(
+            lambda info: self.zero.stored.spec(info.axes), self.model.infos
+        )
+
+    def loss_and_gradients(self) -> Callable[..., tuple[Params, BatchStatistics]]:
+        """(params, expert_bias_LE, batch [M, B, S], key) -> gradients (placed and split like the
+        parameters), statistics. To be called under `jit` with global arrays."""
+        return self._shard(self._loss_and_gradients, (self.param_specs, REPLICATED))
+
+    def evaluate(self) -> Callable[..., tuple[BatchStatistics, dict[str, jax.Array]]]:
+        """(params, expert_bias_LE, batch, key) -> statistics without dropout, and for each layer
+        group a bool per layer: all its output is finite."""
+        return self._shard(self._evaluate, (REPLICATED, REPLICATED))
+
+    def greedy(self, params: Params, bias_LE, arrays: dict[str, jax.Array]) -> jax.Array:
+        """Most likely next token at each position, [B, S]; to be called inside a `shard_map`."""
+        weights = self._outer_weights(self._weights(params))
+        ctx = self.model.context(arrays, key=None)
+        x, _ = self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
+        head = self.model.parts["head"].bind(weights["head"])
+        return head.greedy(x, weights["embedding"]["weight"], ctx.sequence_parallel)
+
+    def _shard(self, function, out_specs):
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, REPLICATED, BATCH_SPEC, REPLICATED),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _loss_and_gradients(self, params, bias_LE, batch: Batch, key):
+        num_targets = self._count_targets(batch)
+        num_microbatches = batch["tokens"].shape[0]
+        weights = self._weights(params)
+        rank_key = jax.random.fold_in(key, collectives.axis_index(DATA_AXES))
+
+        def microbatch(index, arrays):
+            share = partial(self._share, num_targets=num_targets, num_parts=num_microbatches)
+            micro_key = jax.random.fold_in(rank_key, index)
+            gradient = jax.grad(share, has_aux=True)
+            grads, stats = gradient(weights, bias_LE, arrays, micro_key)
+            if self.config.parallel.zero_stage == 2:
+                grads = self.zero.scatter_gradients(self._stack(grads), self.model.infos)
+            return grads, stats
+
+        if num_microbatches == 1:
+            grads, stats = microbatch(0, jax.tree.map(lambda a: a[0], batch))
+        else:
+            grads, stats = _accumulate(microbatch, batch, num_microbatches)
+        if self.config.parallel.zero_stage == 1:
+            grads = self.zero.scatter_gradients(self._stack(grads), self.model.infos)
+        grads = self.zero.sum_gradients(self._stack(grads), self.model.infos)
+        return grads, self._global(stats, num_targets)
+
+    def _evaluate(self, params, bias_LE, batch: Batch, key):
+        num_targets = self._count_targets(batch)
+        weights = self._weights(params)
+
+        def microbatch(_, arrays):
+            ctx = self.model.context(arrays, key=None)
+            _, (stats, finite) = self._forward(weights, bias_LE, arrays, ctx, num_targets, 1)
+            return None, (stats, finite)
+
+        _, (stats, finite) = lax.scan(microbatch, None, batch)
+        finite = jax.tree.map(lambda f: jnp.all(f, axis=0).astype(jnp.int32), finite)
+        finite = collectives.psum(jax.tree.map(lambda f: 1 - f, finite), self.mesh.axis_names)
+        stats = _merge_microbatches(stats)
+        return self._global(stats, num_targets), jax.tree.map(lambda f: f == 0, finite)
+
+    def _share(self, weights, bias_LE, arrays, key, *, num_targets, num_parts):
+        ctx = self.model.context(arrays, key)
+        objective, (stats, _) = self._forward(weights, bias_LE, arrays, ctx, num_targets, num_parts)
+        return objective, stats
+
+    def _forward(self, weights, bias_LE, arrays, ctx, num_targets, num_parts):
+        """This rank's share of the objective of one microbatch, its statistics, finite flags."""
+        config, model = self.config, self.model
+        weights = self._outer_weights(weights)
+        x, aux = model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
+        head = model.parts["head"].bind(weights["head"])
+        embedding_VH = weights["embedding"]["weight"]
+        nll, squared_lse = head.losses(x, arrays["targets"], embedding_VH, ctx.sequence_parallel)
+        # The head's sums are equal on all tp ranks; so is the router's, unless tp splits tokens.
+        copies = collectives.axis_size("tp")
+        loss = nll / num_targets / copies
+        z_loss = config.training.z_loss_coeff * squared_lse / num_targets / copies
+        router, counts_LE, needed = self._router(aux, ctx.sequence_parallel)
+        router_loss = router / num_parts
+        stats = BatchStatistics(loss, router_loss, z_loss, num_targets, counts_LE, needed)
+        finite = {name: group.finite for name, group in aux.items()}
+        return loss + router_loss + z_loss, (stats, finite)
+
+    def _router(self, aux: dict[str, LayerAux], sequence_parallel: bool):
+        if "moe_layers" not in aux:
+            return jnp.zeros(()), None, jnp.zeros(())
+        moe_aux = aux["moe_layers"].moe
+        split_tp = ("tp",) if sequence_parallel else ()
+        loss, counts_LE = router_loss(
+            moe_aux.router, self.config.moe, DATA_AXES + split_tp, SEQUENCE_AXES + split_tp
+        )
+        copies = 1 if sequence_parallel else collectives.axis_size("tp")
+        return loss / copies, counts_LE, jnp.max(moe_aux.needed_capacity)
+
+    def _wrap(self, layer, infos):
+        """ZeRO-3 gathering and recompute around one layer."""
+        gathers = self.config.parallel.zero_stage == 3
+        if gathers:
+            plain = layer
+
+            def layer(shards, *inputs):
+                return plain(self.zero.gather(shards, infos), *inputs)
+
+        return rematerialise(layer, self.config.remat, gathers)
+
+    def _weights(self, params: Params) -> Params:
+        """What the loss is differentiated by: stored shards (stage 3) or gathered weights; each
+        layer by itself if the layer loop is unrolled."""
+        infos = self.model.infos
+
+        def prepare(tree, infos):
+            if self.config.parallel.zero_stage == 3:
+                return tree
+            return self.zero.gather(tree, infos)
+
+        if self.config.training.scan_layers:
+            return prepare(params, infos)
+        weights = {}
+        for name, part in self.model.parts.items():
+            if part.num_layers is None:
+                weights[name] = prepare(params[name], infos[name])
+                continue
+            layers = [
+                jax.tree.map(lambda p, i=i: p[i], params[name]) for i in range(part.num_layers)
+            ]
+            weights[name] = [prepare(layer, part.layer_infos) for layer in layers]
+        return weights
+
+    def _outer_weights(self, weights: Params) -> Params:
+        """Stage 3: gather what is outside of the layers (embedding, head), which gather theirs."""
+        if self.config.parallel.zero_stage < 3:
+            return weights
+        outer = [name for name in weights if name not in self.model.layer_groups]
+        infos = self.model.infos
+        return weights | {name: self.zero.gather(weights[name], infos[name]) for name in outer}
+
+    def _stack(self, grads: Params) -> Params:
+        """Gradients of unrolled layers, stacked as parameters are."""
+        return {
+            name: jax.tree.map(lambda *g: jnp.stack(g), *tree) if isinstance(tree, list) else tree
+            for name, tree in grads.items()
+        }
+
+    def _count_targets(self, batch: Batch) -> jax.Array:
+        real = jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
+        return jnp.maximum(collectives.psum(real, DATA_AXES), 1)
+
+    def _global(self, stats: BatchStatistics, num_targets) -> BatchStatistics:
+        axes = self.mesh.axis_names
+        return BatchStatistics(
+            loss=collectives.psum(stats.loss, axes),
+            router_loss=collectives.psum(stats.router_loss, axes),
+            z_loss=collectives.psum(stats.z_loss, axes),
+            num_targets=num_targets,
+            counts_LE=stats.counts_LE,
+            needed_capacity=collectives.pmax(stats.needed_capacity, axes),
+        )
+
+
+def _accumulate(microbatch, batch: Batch, num_microbatches: int):
+    """Sum gradients over microbatches in fp32, in a scan."""
+    first = jax.tree.map(lambda a: a[0], batch)
+    shapes, _ = jax.eval_shape(microbatch, 0, first)
+    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), shapes)
+
+    def body(total, inputs):
+        index, arrays = inputs
+        grads, stats = microbatch(index, arrays)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), stats
+
+    grads, stats = lax.scan(body, zeros, (jnp.arange(num_microbatches), batch))
+    return grads, _merge_microbatches(stats)
+
+
+def _merge_microbatches(stats: BatchStatistics) -> BatchStatistics:
+    """Leaves [M, ...] to one batch's statistics."""
+    return BatchStatistics(
+        loss=jnp.sum(stats.loss),
+        router_loss=jnp.sum(stats.router_loss),
+        z_loss=jnp.sum(stats.z_loss),
+        num_targets=stats.num_targets[0],
+        counts_LE=None if stats.counts_LE is None else jnp.sum(stats.counts_LE, axis=0),
+        needed_capacity=jnp.max(stats.needed_capacity),
+    )

@@ -1,0 +1,351 @@
+"""The training loop, read top to bottom: resume, steps, evaluation, checkpoints, end."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import mxjax
+from mxjax.ckpt.store import CheckpointError, CheckpointStore
+from mxjax.config import Config, to_yaml
+from mxjax.data import BatchLoader, build_data
+from mxjax.moe.buckets import BucketChooser
+from mxjax.sharding.mesh import AXES
+from mxjax.training.diagnose import NonFiniteError, where_nonfinite
+from mxjax.training.metrics import MetricsLogger, StepRecord, Throughput, peak_memory_bytes
+from mxjax.training.profiler import StepProfiler
+from mxjax.training.programs import Programs
+from mxjax.training.sample import greedy_sample
+from mxjax.training.state import TrainState
+from mxjax.training.step import StepResult
+
+RUN_AHEAD = 1
+"""Steps sent off before the result of an earlier one is read: hides the host's work."""
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step that the devices are working on."""
+
+    step: int
+    batch: dict[str, jax.Array]
+    bucket: float
+    result: StepResult
+
+
+class Trainer:
+    """One run, from its configuration to its last checkpoint."""
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config = config
+        self.run_dir = Path(config.run_dir)
+        self.programs = Programs(config, mesh)
+        training = config.training
+        self.data = build_data(
+            config.data, training.seq_length, config.model.vocab_size, training.seed
+        )
+        self.buckets = BucketChooser(config.moe.capacity_buckets)
+        self.store = CheckpointStore(self.run_dir, config.checkpoint)
+        self.state, self.start_step, next_sample = self._restore_or_create()
+        self.loader = BatchLoader(
+            self.data.train,
+            global_batch_size=training.global_batch_size,
+            num_microbatches=training.num_microbatches,
+            sharding=self.programs.batch_sharding,
+            start=next_sample,
+            num_threads=config.data.num_threads,
+            prefetch=config.data.prefetch,
+        )
+        self.throughput = Throughput.of(config.model, config.moe, training, list(mesh.devices.flat))
+        self.profiler = StepProfiler(self.run_dir, config.log.profile_steps)
+        self.pending: deque[Dispatched] = deque()
+        self.skipped_steps = self.skipped_in_a_row = 0
+        self.stop_requested = False
+        self.ended_early: str | None = None
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the last step, the end of the data, or SIGTERM."""
+        training = self.config.training
+        self._announce()
+        if self.start_step >= training.num_steps:
+            say(f"nothing to do: step {self.start_step} is done; raise training.num_steps")
+            self._end(self.start_step)
+            return
+        self._write_config()
+        previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.logger = MetricsLogger(
+            self.run_dir, self.config.log, training.num_steps, self.start_step
+        )
+        try:
+            last = self._steps()
+            self._save(last, final=True)
+            self.store.wait()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            self.logger.close()
+            self.profiler.close()
+            self.loader.close()
+            self.programs.close()
+        self._end(last)
+        self.store.close()
+
+    def _steps(self) -> int:
+        """Returns the last step done."""
+        self.programs.step(self.buckets.current)
+        self.programs.prepare(self._overflow_bucket())
+        self.clock = time.perf_counter()
+        for step in range(self.start_step + 1, self.config.training.num_steps + 1):
+            if self._should_stop(step):
+                return step - 1
+            try:
+                batch = next(self.loader)
+            except StopIteration:
+                self._settle_all()
+                self.ended_early = "the data ended (data.num_epochs)"
+                return step - 1
+            self.profiler.before_step(step)
+            self._dispatch(step, batch)
+            while len(self.pending) > (0 if self._is_boundary(step) else RUN_AHEAD):
+                self._settle()
+            self.profiler.after_step(step)
+            self.store.check()
+            self._save(step)
+        return self.config.training.num_steps
+
+    def _dispatch(self, step: int, batch: dict[str, jax.Array]) -> None:
+        bucket = self.buckets.current
+        self.state, result = self.programs.step(bucket)(self.state, batch)
+        self.pending.append(Dispatched(step, batch, bucket, result))
+
+    def _settle(self) -> None:
+        """Wait for the oldest step under way, deal with a rejected one, record it."""
+        done = self.pending.popleft()
+        result = jax.tree.map(float, jax.device_get(done.result))
+        if result.overflow:
+            self._repeat(done, result.needed_capacity)
+            return
+        if not result.finite:
+            self._nonfinite(done, result)
+        else:
+            self.skipped_in_a_row = 0
+            self.buckets.fitted(result.needed_capacity)
+        self._record(done, result)
+
+    def _repeat(self, done: Dispatched, needed: float) -> None:
+        """A buffer was too small: run the step, and those sent off after it, with a larger one."""
+        self.buckets.overflowed(needed)
+        say(
+            f"step {done.step}: the busiest expert needs {needed:.2f} x balanced, more than the "
+            f"bucket of {done.bucket:g}; repeating with {self.buckets.current:g}"
+        )
+        self.programs.prepare(self.buckets.current)
+        self.programs.prepare(self._overflow_bucket())
+        rejected = [done, *self.pending]
+        self.pending.clear()
+        self.state = dataclasses.replace(
+            self.state, halted=jax.device_put(np.zeros((), bool), self.programs.replicated)
+        )
+        for item in rejected:
+            self._dispatch(item.step, item.batch)
+            self._settle()
+
+    def _nonfinite(self, done: Dispatched, result: StepResult) -> None:
+        training = self.config.training
+        what = f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}"
+        if training.nonfinite == "skip":
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row <= training.max_skipped_steps:
+                say(f"{what}: update skipped")
+                return
+            what += f", after {training.max_skipped_steps} skipped steps in a row"
+        # A stopped run has not touched the state since; a skipping one has moved on at most in its
+        # step count, which only changes dropout.
+        place = where_nonfinite(self.programs, done.bucket, self.state, done.batch)
+        raise NonFiniteError(
+            f"{what}. First value that is not finite: {place}. The state before this step is "
+            "good: resume from the last checkpoint with a lower optimizer.lr, or go on past such "
+            "steps with training.nonfinite=skip"
+        )
+
+    def _record(self, done: Dispatched, result: StepResult) -> None:
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        has_experts = self.config.moe.num_experts > 0
+        eval_loss = self._evaluate() if self._is_evaluation(done.step) else None
+        record = StepRecord(
+            step=done.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            num_tokens=int(result.num_targets),
+            step_seconds=seconds,
+            **vars(self.throughput.speed(seconds)),
+            peak_memory_bytes=peak_memory_bytes(),
+            skipped_steps=self.skipped_steps,
+            expert_load=result.expert_load,
+            bucket=done.bucket if has_experts else None,
+            router_loss=result.router_loss if has_experts else None,
+            z_loss=result.z_loss if self.config.training.z_loss_coeff else None,
+            eval_loss=eval_loss,
+        )
+        self.logger.log(record)
+        if eval_loss is not None:
+            self.clock = time.perf_counter()
+
+    # -- what a step may bring with it -----------------------------------------------------------
+
+    def _evaluate(self) -> float:
+        """Mean loss per target over the first `eval_batches` held-out batches."""
+        training = self.config.training
+        loader = BatchLoader(
+            self.data.validation,
+            global_batch_size=training.global_batch_size,
+            num_microbatches=training.num_microbatches,
+            sharding=self.programs.batch_sharding,
+            num_threads=self.config.data.num_threads,
+            prefetch=self.config.data.prefetch,
+            pad_last_batch=True,
+        )
+        total = targets = 0.0
+        key = jax.random.key(0)
+        for _, batch in zip(range(training.eval_batches), loader, strict=False):
+            for bucket in self.buckets.buckets[self.buckets.buckets.index(self.buckets.current) :]:
+                evaluate = self.programs.evaluation(bucket)
+                stats, _ = evaluate(self.state.params, self.state.expert_bias, batch, key)
+                if float(stats.needed_capacity) <= bucket:
+                    break
+            total += float(stats.loss) * float(stats.num_targets)
+            targets += float(stats.num_targets)
+        loader.close()
+        return total / targets
+
+    def _save(self, step: int, final: bool = False) -> None:
+        interval = self.config.checkpoint.save_interval
+        if not interval or (step % interval and not final) or step == self.start_step:
+            return
+        if step in self.store.steps() or self.store.in_flight == step:
+            return
+        metadata = {
+            "step": step,
+            "next_sample_index": self.loader.next_sample_index,
+            "data": self.data.train.fingerprint,
+            "buckets": self.buckets.as_dict(),
+            "mesh": {axis: getattr(self.config.parallel, axis) for axis in AXES},
+            "version": mxjax.__version__,
+            "config": to_yaml(self.config),
+        }
+        self.store.save(step, self.state, metadata)
+
+    def _restore_or_create(self) -> tuple[TrainState, int, int]:
+        """State, steps done, index of the next sample."""
+        step = self.store.resume_step()
+        if step is None:
+            return self.programs.create_state(), 0, 0
+        state, metadata = self.store.restore(self.programs.abstract_state, step)
+        if metadata["data"] != self.data.train.fingerprint:
+            raise CheckpointError(
+                f"Checkpoint {step} in {self.store.directory} was made with other data, or another "
+                "order of it (paths, contents, seq_length, seed, shuffle): going on would repeat "
+                "and leave out samples. Restore the data settings, or start a new run_dir."
+            )
+        self.buckets.restore(metadata["buckets"])
+        return state, step, metadata["next_sample_index"]
+
+    # -- when ------------------------------------------------------------------------------------
+
+    def _is_evaluation(self, step: int) -> bool:
+        training = self.config.training
+        if not training.eval_interval:
+            return False
+        return step % training.eval_interval == 0 or step == training.num_steps
+
+    def _is_boundary(self, step: int) -> bool:
+        """Whether this step must have settled before the next one is sent off."""
+        interval = self.config.checkpoint.save_interval
+        profiled = self.config.log.profile_steps or ()
+        return bool(
+            step == self.config.training.num_steps
+            or self._is_evaluation(step)
+            or (interval and step % interval == 0)
+            or step in profiled
+            or step + 1 in profiled
+        )
+
+    def _should_stop(self, step: int) -> bool:
+        if jax.process_count() > 1:
+            # All processes agree on the step; JAX's own service has caught the signal.
+            self.stop_requested |= multihost_utils.reached_preemption_sync_point(step)
+        if self.stop_requested:
+            self._settle_all()
+            self.ended_early = "SIGTERM"
+        return self.stop_requested
+
+    def _settle_all(self) -> None:
+        while self.pending:
+            self._settle()
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self.stop_requested = True
+
+    def _overflow_bucket(self) -> float | None:
+        return self.buckets.next_larger if self.config.moe.num_experts else None
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        config, mesh = self.config, self.programs.mesh
+        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+        counts = sum(
+            int(np.prod(leaf.shape))
+            for leaf in jax.tree.leaves(self.programs.abstract_state.params)
+        )
+        kind = mesh.devices.flat[0].device_kind
+        say(
+            f"mxjax {mxjax.__version__}: {counts:,} parameters on {mesh.size} x {kind} ({axes or 'one device'})"
+        )
+        say(f"data: {self.data.train.describe()}")
+        if self.start_step:
+            say(f"resuming after step {self.start_step} of {config.training.num_steps}")
+
+    def _write_config(self) -> None:
+        if jax.process_index() == 0:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / "config.yaml").write_text(to_yaml(self.config, only_differences=True))
+
+    def _end(self, step: int) -> None:
+        log = self.config.log
+        if log.sample_tokens:
+            tokenizer = self.data.tokenizer
+            tokens = greedy_sample(
+                self.programs.objective,
+                self.state,
+                tokenizer.encode(log.sample_prompt),
+                log.sample_tokens,
+                self.config.training.seq_length,
+            )
+            say(f"sample: {log.sample_prompt}{tokenizer.decode(tokens)}")
+        why = f" early: {self.ended_early}" if self.ended_early else ""
+        say(f"ended{why} after step {step}; everything is in {self.run_dir}")
+        if self.config.checkpoint.save_interval:
+            say("to go on: run the same command again, with a larger training.num_steps if done")
+        elif self.ended_early:
+            say("nothing was saved: checkpoint.save_interval is 0")
+
+
+def say(line: str) -> None:
+    """Print once, from the first process."""
+    if jax.process_index() == 0:
+        print(line, flush=True)

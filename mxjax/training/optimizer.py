@@ -1,0 +1,100 @@
+"""Optimizers from optax and the learning-rate schedule.
+
+Every optimizer is built for learning rate 1; the training step multiplies its update by the rate of
+the step, so that schedules follow the steps of the run even when updates were skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from mxjax.config.schema import OptimizerConfig
+from mxjax.sharding.rules import ParamInfo
+
+MATRIX_DIMS = {"heads", "kv_heads", "head_dim", "ffn", "expert_ffn"}
+"""Logical dims that, against a hidden dim, make a parameter a matrix for Muon. Embedding, head and
+router are not among them: Muon's authors leave first and last layers to AdamW."""
+
+HIDDEN_DIMS = {"hidden", "expert_hidden"}
+
+
+def learning_rate(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
+    """Rate of the step with this 0-based index; the first warm-up step is already above zero."""
+    decay: Callable
+    if config.schedule == "cosine":
+        end = config.decay_steps or num_steps
+        decay = optax.cosine_decay_schedule(
+            config.lr, max(1, end - config.warmup_steps), alpha=config.min_lr / config.lr
+        )
+    elif config.schedule == "wsd":
+        length = config.decay_steps or max(1, num_steps // 10)
+        start = num_steps - length - config.warmup_steps
+        decay = optax.linear_schedule(config.lr, config.min_lr, length, transition_begin=start)
+    else:
+        decay = optax.constant_schedule(config.lr)
+    warmup = optax.linear_schedule(0.0, config.lr, max(1, config.warmup_steps))
+    joined = optax.join_schedules([warmup, decay], [config.warmup_steps])
+    return lambda step: joined(step + 1)
+
+
+def build_optimizer(config: OptimizerConfig, infos: dict) -> optax.GradientTransformation:
+    """The optimizer for parameters described by `infos`, with learning rate 1."""
+
+    def mask(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: not any(word in jax.tree_util.keystr(path) for word in config.no_decay),
+            params,
+        )
+
+    decay = config.weight_decay
+    if config.name == "adamw":
+        return optax.adamw(
+            1.0, config.beta1, config.beta2, config.eps, weight_decay=decay, mask=mask
+        )
+    if config.name == "adafactor":
+        # Without parameter scaling a learning rate means the same as in the other optimizers.
+        return optax.adafactor(
+            1.0,
+            multiply_by_parameter_scale=False,
+            weight_decay_rate=decay or None,
+            weight_decay_mask=mask,
+        )
+    if config.name == "sgd":
+        return optax.chain(
+            optax.add_decayed_weights(decay, mask=mask), optax.sgd(1.0, momentum=config.beta1)
+        )
+    return contrib.muon(
+        1.0,
+        beta=config.beta1,
+        eps=config.eps,
+        weight_decay=decay,
+        weight_decay_mask=mask,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        adam_weight_decay=decay,
+        muon_weight_dimension_numbers=jax.tree.map(_muon_dims, infos),
+        # Moonlight (Liu et al. 2025): update size like AdamW's, so that learning rates carry over.
+        consistent_rms=0.2,
+    )
+
+
+def _muon_dims(info: ParamInfo) -> contrib.MuonDimensionNumbers | None:
+    """Which dims form the matrix of `x W = y`; all others are a batch of matrices."""
+    hidden = [dim for dim, name in enumerate(info.axes) if name in HIDDEN_DIMS]
+    inner = [dim for dim, name in enumerate(info.axes) if name in MATRIX_DIMS]
+    if not hidden or not inner:
+        return None
+    reduction, output = (hidden, inner) if hidden[0] < inner[0] else (inner, hidden)
+    return contrib.MuonDimensionNumbers(tuple(reduction), tuple(output))
+
+
+def global_norm(tree) -> jax.Array:
+    """Euclidean norm over all leaves, accumulated in fp32. On global arrays: right under any
+    sharding."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares))

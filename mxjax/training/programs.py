@@ -1,0 +1,109 @@
+"""The compiled programs of a run: training step and evaluation, one per capacity bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from mxjax.config.schema import Config
+from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
+from mxjax.training.optimizer import build_optimizer
+from mxjax.training.state import TrainState, initial_state, state_shardings
+from mxjax.training.step import build_step
+
+DETERMINISTIC_GPU_OPTIONS = {
+    "xla_gpu_deterministic_ops": True,
+    "xla_gpu_autotune_level": 0,
+}
+"""No atomics in scatter or reduction, and no choice of kernel by stopwatch."""
+
+
+class Programs:
+    """Builds programs for one configuration and mesh, ahead of time where asked."""
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.objective = Objective(config, mesh)
+        self.optimizer: optax.GradientTransformation = build_optimizer(
+            config.optimizer, self.objective.model.infos
+        )
+        self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+        self.replicated = NamedSharding(mesh, REPLICATED)
+        abstract = jax.eval_shape(self._initial_state, jax.random.key(0))
+        self.shardings: TrainState = state_shardings(self.objective, self.optimizer, abstract)
+        self.abstract_state: TrainState = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract,
+            self.shardings,
+        )
+        self._compiled: dict[tuple[str, float], Future] = {}
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+
+    def _initial_state(self, key: jax.Array) -> TrainState:
+        return initial_state(self.objective, self.optimizer, self.config.training.param_dtype, key)
+
+    def create_state(self) -> TrainState:
+        """Fresh state from the run's seed, created where it belongs; the same on any mesh."""
+        create = jax.jit(self._initial_state, out_shardings=self.shardings)
+        return create(jax.random.key(self.config.training.seed))
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one global batch, [microbatches, sequences, tokens]."""
+        training = self.config.training
+        rows = training.global_batch_size // training.num_microbatches
+        shape = (training.num_microbatches, rows, training.seq_length)
+        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), array)
+
+    def prepare(self, capacity_factor: float | None) -> None:
+        """Start compiling the training step of a bucket in the background; None: nothing."""
+        if capacity_factor is not None:
+            self._submit("step", capacity_factor, self._compile_step)
+
+    def step(self, capacity_factor: float) -> Callable:
+        """(state, batch) -> (state, StepResult); the state's buffers are given up."""
+        return self._submit("step", capacity_factor, self._compile_step).result()
+
+    def evaluation(self, capacity_factor: float) -> Callable:
+        """(params, expert_bias, batch, key) -> see `Objective.evaluate`."""
+        return self._submit("evaluation", capacity_factor, self._compile_evaluation).result()
+
+    def close(self) -> None:
+        """Forget programs that are not needed any more; a compile under way ends first."""
+        self._compiler.shutdown(cancel_futures=True)
+
+    def _submit(self, kind: str, capacity_factor: float, compile_: Callable) -> Future:
+        key = (kind, capacity_factor)
+        if key not in self._compiled:
+            self._compiled[key] = self._compiler.submit(compile_, capacity_factor)
+        return self._compiled[key]
+
+    def _objective(self, capacity_factor: float) -> Objective:
+        return Objective(self.config, self.mesh, capacity_factor)
+
+    def _compile_step(self, capacity_factor: float) -> Any:
+        step = build_step(
+            self.config, self._objective(capacity_factor), self.optimizer, capacity_factor
+        )
+        jitted = jax.jit(step, out_shardings=(self.shardings, self.replicated), donate_argnums=0)
+        return self._compile(jitted.lower(self.abstract_state, self.abstract_batch()))
+
+    def _compile_evaluation(self, capacity_factor: float) -> Any:
+        evaluate = jax.jit(self._objective(capacity_factor).evaluate())
+        state = self.abstract_state
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        lowered = evaluate.lower(state.params, state.expert_bias, self.abstract_batch(), key)
+        return self._compile(lowered)
+
+    def _compile(self, lowered: Any) -> Any:
+        options = {}
+        if self.config.training.deterministic and jax.default_backend() == "gpu":
+            options = DETERMINISTIC_GPU_OPTIONS
+        return lowered.compile(compiler_options=options)

@@ -1,0 +1,55 @@
+"""A short greedy continuation, to see with one's own eyes that a model has learnt something."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from mxjax.sharding.mesh import BATCH_AXES
+from mxjax.training.gradients import REPLICATED, Objective
+from mxjax.training.state import TrainState
+
+
+def greedy_sample(
+    objective: Objective, state: TrainState, prompt: list[int], num_tokens: int, seq_length: int
+) -> list[int]:
+    """`num_tokens` most likely tokens after `prompt`.
+
+    Runs the whole sequence anew for each token: no cache, meant for a few hundred tokens.
+    """
+    mesh, model = objective.mesh, objective.model
+    rows = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    spec = PartitionSpec(BATCH_AXES, None)
+
+    def next_tokens(params, expert_bias, tokens_BS):
+        positions_BS = jnp.broadcast_to(jnp.arange(seq_length), tokens_BS.shape)
+        batch = {
+            "tokens": tokens_BS,
+            "positions": positions_BS,
+            "segment_ids": jnp.ones_like(tokens_BS),
+        }
+        return objective.greedy(params, expert_bias, batch)
+
+    predict = jax.jit(
+        jax.shard_map(
+            next_tokens,
+            mesh=mesh,
+            in_specs=(objective.param_specs, REPLICATED, spec),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+
+    @jax.jit
+    def extend(params, expert_bias, tokens_S, length):
+        tokens_BS = jnp.broadcast_to(tokens_S, (rows, seq_length))
+        best = predict(params, expert_bias, tokens_BS)[0, length - 1]
+        return tokens_S.at[length].set(best)
+
+    tokens_S = np.zeros(seq_length, np.int32)
+    tokens_S[: len(prompt)] = prompt
+    for length in range(len(prompt), len(prompt) + num_tokens):
+        tokens_S = extend(state.params, state.expert_bias, tokens_S, length)
+    return np.asarray(tokens_S)[len(prompt) : len(prompt) + num_tokens].tolist()

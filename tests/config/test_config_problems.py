@@ -1,0 +1,216 @@
+"""Every bad configuration gives one readable line that names path, value and way out."""
+
+import pytest
+
+from mxjax.config import ConfigError, load_config
+
+MOE = {"moe.num_experts": 8}
+TEXT = {"data.source": "text", "data.paths": "[x.txt]"}
+
+# settings, path, value as shown, words of the message
+BAD = [
+    # types and single values
+    ({"model.num_layers": "four"}, "model.num_layers", '"four"', ["a whole number", "4"]),
+    ({"model.num_layers": "true"}, "model.num_layers", "true", ["a whole number"]),
+    ({"model.num_layers": "'4'"}, "model.num_layers", '"4"', ["a whole number"]),
+    ({"model.num_layers": ""}, "model.num_layers", "null", ["a whole number", "default is 4"]),
+    ({"model.head_dim": "x"}, "model.head_dim", '"x"', ["a whole number or null"]),
+    ({"training.num_steps": "1e3"}, "training.num_steps", "1000.0", ["write 1000"]),
+    ({"training.num_steps": "0"}, "training.num_steps", "0", ["at least 1"]),
+    ({"optimizer.lr": "fast"}, "optimizer.lr", '"fast"', ["a number", "0.0003"]),
+    ({"optimizer.lr": "0"}, "optimizer.lr", "0", ["more than 0"]),
+    ({"optimizer.lr": ".inf"}, "optimizer.lr", "Infinity", ["a finite number"]),
+    ({"optimizer.beta1": "1"}, "optimizer.beta1", "1", ["less than 1"]),
+    ({"parallel.zero_stage": "4"}, "parallel.zero_stage", "4", ["at most 3"]),
+    ({"optimizer.name": "adam"}, "optimizer.name", '"adam"', ["adamw, adafactor, sgd or muon"]),
+    ({"data.shuffle": "1"}, "data.shuffle", "1", ["true or false", "default is true"]),
+    ({"data.text_key": "5"}, "data.text_key", "5", ["text", 'write "5"']),
+    ({"data.text_key": "[a]"}, "data.text_key", '["a"]', ["text", "default"]),
+    ({"data.exclude": "x"}, "data.exclude", '"x"', ["a list", 'write ["x"]']),
+    ({"moe.capacity_buckets": "[2, 0.5]"}, "moe.capacity_buckets[1]", "0.5", ["at least 1"]),
+    ({"log.profile_steps": "[1]"}, "log.profile_steps", "[1]", ["list or null", "no entry 2"]),
+    ({"log.profile_steps": "[1, 2, 3]"}, "log.profile_steps", "[1, 2, 3]", ["list of 2"]),
+    ({"remat": "full"}, "remat", '"full"', ["a mapping", "policy"]),
+    ({"model.rope_scaling": "8"}, "model.rope_scaling", "8", ["a mapping or null", "factor"]),
+    # unknown keys
+    ({"modle.num_layers": "2"}, "modle", '{"num_layers": 2}', ["unknown", "mean model?"]),
+    ({"moe.num_expert": "8"}, "moe.num_expert", "8", ["mean moe.num_experts?"]),
+    ({"optimizer.seq_length": "8"}, "optimizer.seq_length", "8", ["mean training.seq_length?"]),
+    ({"checkpoint.interval": "8"}, "checkpoint.interval", "8", ["checkpoint.save_interval or log"]),
+    ({"lr": "1"}, "lr", "1", ["mean optimizer.lr?"]),
+    ({"model.factor": "2"}, "model.factor", "2", ["mean model.rope_scaling.factor?"]),
+    ({"remat.seq_lenght": "8"}, "remat.seq_lenght", "8", ["mean training.seq_length?"]),
+    ({"remat.zzz": "8"}, "remat.zzz", "8", ["use one of those of remat: policy"]),
+    ({"zzz": "8"}, "zzz", "8", ["use one of those of the top level: run_dir, model"]),
+    # model
+    ({"model.num_query_groups": "3"}, "model.num_query_groups", "3", ["model.num_attention_heads (8)"]),
+    ({"model.hidden_size": "100"}, "model.hidden_size", "100", ["(8)", "set model.head_dim"]),
+    ({"model.head_dim": "33"}, "model.head_dim", "33", ["odd width", "even"]),
+    ({"model.hidden_size": "24"}, "model.hidden_size", "24", ["odd width 3", "even"]),
+    ({"model.head_dim": "36", "model.attention_implementation": "cudnn"}, "model.head_dim", "36", ["multiple of 8", "to auto"]),
+    ({"model.head_dim": "512", "model.attention_implementation": "cudnn"}, "model.head_dim", "512", ["up to 256", "to auto"]),
+    ({"training.compute_dtype": "float32", "model.attention_implementation": "cudnn"}, "model.attention_implementation", '"cudnn"', ["bfloat16", "auto"]),
+    ({"model.attention_dropout": "0.1", "model.attention_implementation": "cudnn"}, "model.attention_implementation", '"cudnn"', ["model.attention_dropout", "auto"]),
+    ({"parallel.cpu_devices": "1", "model.attention_implementation": "cudnn"}, "model.attention_implementation", '"cudnn"', ["parallel.cpu_devices", "auto"]),
+    ({"model.position_embedding": "learned", "model.rope_scaling": "{kind: linear}"}, "model.rope_scaling", '"linear"', ["learned", "null"]),
+    ({"model.rope_scaling": "{low_freq_factor: 4}"}, "model.rope_scaling.low_freq_factor", "4.0", ["less than high_freq_factor (4.0)"]),
+    ({"training.seq_length": "8192"}, "training.seq_length", "8192", ["model.max_position_embeddings (4096)", "lower it"]),
+    ({**TEXT, "model.vocab_size": "256"}, "model.vocab_size", "256", ["at least 257"]),
+    ({"log.sample_tokens": "9", "model.vocab_size": "64"}, "model.vocab_size", "64", ["at least 257"]),
+    # experts
+    ({"moe.aux_loss_coeff": "0.1"}, "moe.aux_loss_coeff", "0.1", ["nothing while moe.num_experts is 0"]),
+    ({**MOE, "moe.router_topk": "9"}, "moe.router_topk", "9", ["at most moe.num_experts (8)", "lower it or add experts"]),
+    ({**MOE, "moe.router_topk": "1"}, "moe.router_topk", "1", ["router_pre_softmax to true"]),
+    ({**MOE, "moe.router_topk": "1", "moe.score_function": "sigmoid", "moe.norm_topk_prob": "true"}, "moe.norm_topk_prob", "true", ["set it to false"]),
+    ({**MOE, "moe.score_function": "sigmoid", "moe.router_pre_softmax": "true"}, "moe.router_pre_softmax", "true", ["sigmoid", "set it to false"]),
+    ({**MOE, "moe.first_k_dense": "4"}, "moe.first_k_dense", "4", ["less than model.num_layers (4)"]),
+    ({**MOE, "moe.capacity_buckets": "[2, 1.5]"}, "moe.capacity_buckets", "[2.0, 1.5]", ["grow", "sort it"]),
+    # axes
+    ({"parallel.pp": "2"}, "parallel.pp", "2", ["pipeline", "not available yet", "set it to 1"]),
+    ({"parallel.cp": "2"}, "parallel.cp", "2", ["context", "set it to 1"]),
+    ({"parallel.sp": "2"}, "parallel.sp", "2", ["Ulysses", "set it to 1"]),
+    ({"parallel.tp": "0"}, "parallel.tp", "0", ["set it to 1"]),
+    ({"parallel.tp": "-1"}, "parallel.tp", "-1", ["only one", "parallel.dp is", "a size"]),
+    ({"parallel.ep": "2"}, "parallel.ep", "2", ["moe.num_experts is 0", "set it to 1"]),
+    ({"moe.num_experts": "9", "parallel.ep": "2"}, "moe.num_experts", "9", ["parallel.ep (2)"]),
+    ({"moe.num_experts": "6", "parallel.ep": "2", "parallel.tp": "2", "parallel.expert_tensor_parallel": "false"}, "moe.num_experts", "6", ["parallel.ep * parallel.tp (4)"]),
+    ({"model.head_dim": "32", "model.num_attention_heads": "9", "parallel.tp": "2"}, "model.num_attention_heads", "9", ["parallel.tp (2)"]),
+    ({"model.num_attention_heads": "24", "model.head_dim": "8", "model.num_query_groups": "6", "parallel.tp": "4"}, "model.num_query_groups", "6", ["parallel.tp (4)"]),
+    ({"model.ffn_hidden_size": "1023", "parallel.tp": "2"}, "model.ffn_hidden_size", "1023", ["parallel.tp (2)"]),
+    ({**MOE, "model.ffn_hidden_size": "1023", "parallel.tp": "2"}, "model.ffn_hidden_size", "1023", ["expert_tensor_parallel to false"]),
+    ({**MOE, "moe.first_k_dense": "1", "model.ffn_hidden_size": "1023", "parallel.tp": "2"}, "model.ffn_hidden_size", "1023", ["parallel.tp (2)"]),
+    ({**MOE, "moe.moe_ffn_hidden_size": "65", "parallel.tp": "2"}, "moe.moe_ffn_hidden_size", "65", ["expert_tensor_parallel to false"]),
+    ({**MOE, "moe.shared_expert_intermediate_size": "65", "parallel.tp": "2"}, "moe.shared_expert_intermediate_size", "65", ["parallel.tp (2)"]),
+    ({"model.vocab_size": "321", "parallel.tp": "2"}, "model.vocab_size", "321", ["parallel.tp (2)"]),
+    ({"training.seq_length": "255", "parallel.tp": "2"}, "training.seq_length", "255", ["sequence_parallel to false"]),
+    ({**MOE, "training.seq_length": "255", "training.global_batch_size": "3", "parallel.tp": "2", "parallel.sequence_parallel": "false", "parallel.expert_tensor_parallel": "false"}, "training.seq_length", "255", ["multiple of 2"]),
+    ({"parallel.dp": "3", "training.global_batch_size": "3"}, "model.hidden_size", "256", ["3 data-like ranks", "parallel.zero_stage to 0"]),
+    # training and optimizer
+    ({"training.num_microbatches": "3"}, "training.global_batch_size", "16", ["= 3", "use 18"]),
+    ({"training.param_dtype": "bfloat16", "training.compute_dtype": "float32"}, "training.param_dtype", '"bfloat16"', ["set it to float32"]),
+    ({"optimizer.warmup_steps": "1001"}, "optimizer.warmup_steps", "1001", ["training.num_steps (1000)", "lower it"]),
+    ({"optimizer.min_lr": "1e-3"}, "optimizer.min_lr", "0.001", ["optimizer.lr (0.0003)", "lower it"]),
+    ({"optimizer.schedule": "constant", "optimizer.min_lr": "1e-5"}, "optimizer.min_lr", "1e-05", ["remove it"]),
+    ({"optimizer.schedule": "constant", "optimizer.decay_steps": "9"}, "optimizer.decay_steps", "9", ["remove it"]),
+    ({"optimizer.warmup_steps": "10", "optimizer.decay_steps": "10"}, "optimizer.decay_steps", "10", ["optimizer.warmup_steps (10)", "raise it"]),
+    ({"optimizer.schedule": "wsd", "optimizer.decay_steps": "0"}, "optimizer.decay_steps", "0", ["raise it"]),
+    ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": "10", "optimizer.decay_steps": "991"}, "optimizer.decay_steps", "991", ["training.num_steps (1000)", "lower one"]),
+    ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": "901"}, "optimizer.decay_steps", "null", ["a decay of 100", "lower one"]),
+    # data, checkpoints, log
+    ({"data.source": "text"}, "data.paths", "[]", ["name files, folders or globs"]),
+    ({"data.paths": "[x]"}, "data.paths", '["x"]', ["synthetic", "set data.source"]),
+    ({"data.validation_paths": "[x]"}, "data.validation_paths", '["x"]', ["synthetic", "set data.source"]),
+    ({"data.num_epochs": "1"}, "data.num_epochs", "1", ["null", "training.num_steps"]),
+    ({**TEXT, "training.eval_interval": "5", "data.validation_fraction": "0"}, "training.eval_interval", "5", ["raise data.validation_fraction"]),
+    ({"checkpoint.restore_step": "1001"}, "checkpoint.restore_step", "1001", ["training.num_steps (1000)"]),
+    ({"checkpoint.keep_every": "5"}, "checkpoint.keep_every", "5", ["checkpoint.save_interval is 0"]),
+    ({"log.profile_steps": "[5, 3]"}, "log.profile_steps", "[5, 3]", ["write [3, 5]"]),
+    ({"log.profile_steps": "[5, 1001]"}, "log.profile_steps", "[5, 1001]", ["training.num_steps (1000)"]),
+    ({"log.sample_tokens": "9", "log.sample_prompt": "''"}, "log.sample_prompt", '""', ["sample_tokens to 0"]),
+    ({"log.sample_tokens": "253"}, "log.sample_tokens", "253", ["4 bytes", "training.seq_length (256)"]),
+    ({"run_dir": "''"}, "run_dir", '""', ["runs/default"]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def empty_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{}")
+    return path
+
+
+def problems_of(path, settings, **kwargs):
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [f"{key}={value}" for key, value in settings.items()], **kwargs)
+    assert str(error.value).count("\n") == len(error.value.problems)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "value", "words"),
+    BAD,
+    ids=[f"{case[1]}-{i}" for i, case in enumerate(BAD)],
+)
+def test_bad_setting_gives_one_line_with_path_value_and_way_out(
+    empty_file, settings, path, value, words
+):
+    (problem,) = problems_of(empty_file, settings)
+    assert problem.path == path
+    line = str(problem)
+    assert line.startswith(f"{path}: ")
+    assert value in line.split(" -- ")[0]
+    for word in words:
+        assert word in problem.message
+
+
+def test_message_is_the_documented_line(empty_file):
+    with pytest.raises(ConfigError) as error:
+        load_config(empty_file, ["moe.num_experts=8", "moe.router_topk=9"])
+    assert str(error.value) == (
+        "The configuration has a problem:\n"
+        "  moe.router_topk: 9 -- must be at most moe.num_experts (8); lower it or add experts "
+        "(override moe.router_topk=9)"
+    )
+
+
+def test_wrong_types_unknown_keys_and_cross_problems_are_reported_together(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: {num_layers: four, num_query_groups: 3}\n"
+        "moe: {num_experts: 8, router_topk: 9}\n"
+        "optimizer: {seq_length: 128}\n"
+        "parallel: {tp: 3}\n"
+    )
+    problems = problems_of(path, {"log.interval": 0, "oops": 1}, device_count=lambda _: 8)
+    paths = {problem.path for problem in problems}
+    assert {
+        "model.num_layers",
+        "model.num_query_groups",
+        "moe.router_topk",
+        "optimizer.seq_length",
+        "parallel.dp",
+        "log.interval",
+        "oops",
+    } <= paths
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe.num_experts": "many", "moe.router_topk": "9"},
+        {"moe.num_expert": "8", "moe.router_topk": "9"},
+        {"mo": "{num_experts: 8}", "moe.router_topk": "9"},
+        {"model.rope_scaling": "{low_freq_factor: 5, high_freq_factor: x}"},
+        {"parallel.dp": "x", "parallel.ep": "-1"},
+        {"parallel": "x", "training.global_batch_size": "7"},
+    ],
+)
+def test_no_problem_is_derived_from_a_refused_value(empty_file, settings):
+    (problem,) = problems_of(empty_file, settings, device_count=lambda _: 8)
+    assert problem.path == next(iter(settings)) or "high_freq" in problem.path
+
+
+def test_two_wrong_entries_of_a_list_are_both_reported(empty_file):
+    problems = problems_of(empty_file, {"moe.capacity_buckets": "[0.5, x]"})
+    assert [p.path for p in problems] == ["moe.capacity_buckets[0]", "moe.capacity_buckets[1]"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**MOE, "parallel.tp": "2", "parallel.sequence_parallel": "false", "parallel.expert_tensor_parallel": "false"},
+        {"model.attention_dropout": "0.1"},
+        {"model.num_query_groups": "2", "parallel.tp": "4"},
+        {"model.num_query_groups": "4", "parallel.tp": "2"},
+        {**MOE, "model.ffn_hidden_size": "1023", "moe.moe_ffn_hidden_size": "64", "parallel.tp": "2"},
+        {**MOE, "moe.moe_ffn_hidden_size": "65", "parallel.tp": "2", "parallel.expert_tensor_parallel": "false"},
+        {"parallel.dp": "3", "training.global_batch_size": "3", "parallel.zero_stage": "0"},
+        {"model.vocab_size": "64"},
+        {"model.tie_embeddings": "true", "model.position_embedding": "learned", "model.head_dim": "33"},
+        {**TEXT, "training.eval_interval": "5", "data.validation_fraction": "0", "data.validation_paths": "[y.txt]"},
+        {"optimizer.schedule": "wsd", "optimizer.warmup_steps": "10", "optimizer.decay_steps": "990"},
+        {"moe.capacity_buckets": "[]", **MOE},
+    ],
+)  # fmt: skip
+def test_combinations_that_work_are_accepted(empty_file, settings):
+    load_config(empty_file, [f"{key}={value}" for key, value in settings.items()])
