@@ -10,10 +10,12 @@ All processes of a run call the methods of their store in the same order; only
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from mxjax.ckpt.pending import PendingSave, WatchedStateHandler
 from mxjax.ckpt.tree import differences, named_leaves, nested
 from mxjax.config.schema import CheckpointConfig
 
@@ -34,7 +37,11 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError):
-    """A checkpoint that was not written."""
+    """A checkpoint that was not written.
+
+    With several processes, the one that gets it should end with ``os._exit``: a normal exit would
+    wait for Orbax's threads, which wait for the other processes, which wait for this one.
+    """
 
 
 class CheckpointRestoreError(CheckpointError):
@@ -64,7 +71,7 @@ class CheckpointStore:
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._config = config
         self._writable = config.save_interval > 0
-        self._in_flight: int | None = None
+        self._pending: PendingSave | None = None
         if self._writable:
             self._prepare_directory()
         # Process 0 lists the directory for all: on a network file system the others may see it
@@ -81,7 +88,13 @@ class CheckpointStore:
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             preservation_policy=_keep_policy(config),
         )
-        self._manager = ocp.CheckpointManager(epath.Path(self.directory), options=options)
+        self._state_handler = WatchedStateHandler()
+        handlers = ocp.DefaultCheckpointHandlerRegistry()
+        handlers.add("state", ocp.args.StandardSave, self._state_handler)
+        handlers.add("state", ocp.args.StandardRestore, self._state_handler)
+        self._manager = ocp.CheckpointManager(
+            epath.Path(self.directory), options=options, handler_registry=handlers
+        )
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Writes one checkpoint, in the background if ``config.async_save``.
@@ -112,20 +125,23 @@ class CheckpointStore:
                 " them away, or use another run_dir."
             )
         items = _save_items(step, state, metadata)
+        pending = self._state_handler.pending = PendingSave(step)
         try:
             # force: whether this step is to be saved was decided by the caller.
             self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._save_error(step, error) from error
-        self._in_flight = step
+        if self._config.async_save:
+            self._pending = pending
+            threading.Thread(target=self._await_commit, args=(pending,), daemon=True).start()
 
     def check(self) -> None:
         """Raises if a background save has failed; does not wait. Call it each training step.
 
         Raises:
-          CheckpointSaveError: once for each failed save, naming its step and directory.
+          CheckpointSaveError: naming step, directory and cause.
         """
-        if self._in_flight is not None and not self._manager.is_saving_in_progress():
+        if self._pending is not None and self._pending.settled.is_set():
             self.wait()
 
     def wait(self) -> None:
@@ -134,13 +150,19 @@ class CheckpointStore:
         Raises:
           CheckpointSaveError: it failed.
         """
-        step, self._in_flight = self._in_flight, None
-        if step is None:
+        pending = self._pending
+        if pending is None:
             return
+        pending.settled.wait()
+        if pending.failure is not None and jax.process_count() > 1:
+            # It stays pending: the others wait for this process at a barrier of the save, and
+            # nothing can be saved any more.
+            raise self._save_error(pending.step, pending.failure) from pending.failure
+        self._pending = None
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._save_error(step, error) from error
+            raise self._save_error(pending.step, error) from error
 
     def close(self) -> None:
         """Waits for the save under way and releases threads; the store is of no use afterwards.
@@ -151,7 +173,8 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._pending is None:
+                self._manager.close()
 
     def steps(self) -> list[int]:
         """Steps of all committed checkpoints, ascending, as they are on disk now."""
@@ -226,6 +249,12 @@ class CheckpointStore:
             jax.tree.structure(abstract_state), [leaves[name] for name in wanted]
         )
         return state, restored["metadata"]
+
+    def _await_commit(self, pending: PendingSave) -> None:
+        # The error, if any, is raised by the thread that calls wait().
+        with contextlib.suppress(Exception):
+            self._manager.wait_until_finished()
+        pending.settled.set()
 
     def _prepare_directory(self) -> None:
         try:

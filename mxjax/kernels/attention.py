@@ -68,10 +68,12 @@ def _xla_attention(q_BSND, k_BSGD, v_BSGD, segment_ids_BS, dropout_rate, dropout
     """The reference: scores in fp32, of size [B, N, S, S]."""
     B, S, N, D = q_BSND.shape
     G = k_BSGD.shape[2]
-    q_BSGRD = q_BSND.reshape(B, S, G, N // G, D)
-    scores = jnp.einsum(
-        "bsgrd,btgd->bgrst", q_BSGRD, k_BSGD, preferred_element_type=jnp.float32
-    ) / math.sqrt(D)
+    R = N // G
+    # Heads first and the R heads of a group as more rows: plain batched matrix products.
+    q_BGXD = q_BSND.reshape(B, S, G, R, D).transpose(0, 2, 3, 1, 4).reshape(B, G, R * S, D)
+    k_BGSD, v_BGSD = k_BSGD.transpose(0, 2, 1, 3), v_BSGD.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bgxd,bgtd->bgxt", q_BGXD, k_BGSD, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, G, R, S, S) / math.sqrt(D)
     mask_BST = jnp.tril(jnp.ones((S, S), bool))[None]
     if segment_ids_BS is not None:
         mask_BST = mask_BST & _same_segment(segment_ids_BS)
@@ -80,5 +82,6 @@ def _xla_attention(q_BSND, k_BSGD, v_BSGD, segment_ids_BS, dropout_rate, dropout
     if dropout_rate:
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, probs.shape)
         probs = jnp.where(keep, probs / (1 - dropout_rate), 0)
-    out = jnp.einsum("bgrst,btgd->bsgrd", probs.astype(v_BSGD.dtype), v_BSGD)
-    return out.reshape(B, S, N, D)
+    probs_BGXT = probs.reshape(B, G, R * S, S).astype(v_BSGD.dtype)
+    out_BGXD = jnp.einsum("bgxt,bgtd->bgxd", probs_BGXT, v_BGSD)
+    return out_BGXD.reshape(B, G, R, S, D).transpose(0, 3, 1, 2, 4).reshape(B, S, N, D)

@@ -22,6 +22,7 @@ from mxjax.data import BatchLoader, build_data
 from mxjax.moe.buckets import BucketChooser
 from mxjax.sharding.mesh import AXES
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
+from mxjax.training.flops import parameter_counts
 from mxjax.training.metrics import MetricsLogger, StepRecord, Throughput, peak_memory_bytes
 from mxjax.training.profiler import StepProfiler
 from mxjax.training.programs import Programs
@@ -69,6 +70,7 @@ class Trainer:
         self.throughput = Throughput.of(config.model, config.moe, training, list(mesh.devices.flat))
         self.profiler = StepProfiler(self.run_dir, config.log.profile_steps)
         self.pending: deque[Dispatched] = deque()
+        self.saved_step = self.start_step
         self.skipped_steps = self.skipped_in_a_row = 0
         self.stop_requested = False
         self.ended_early: str | None = None
@@ -234,10 +236,10 @@ class Trainer:
 
     def _save(self, step: int, final: bool = False) -> None:
         interval = self.config.checkpoint.save_interval
-        if not interval or (step % interval and not final) or step == self.start_step:
+        due = interval and (final or step % interval == 0)
+        if not due or step == self.saved_step:
             return
-        if step in self.store.steps() or self.store.in_flight == step:
-            return
+        self.saved_step = step
         metadata = {
             "step": step,
             "next_sample_index": self.loader.next_sample_index,
@@ -307,15 +309,10 @@ class Trainer:
 
     def _announce(self) -> None:
         config, mesh = self.config, self.programs.mesh
-        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-        counts = sum(
-            int(np.prod(leaf.shape))
-            for leaf in jax.tree.leaves(self.programs.abstract_state.params)
-        )
-        kind = mesh.devices.flat[0].device_kind
-        say(
-            f"mxjax {mxjax.__version__}: {counts:,} parameters on {mesh.size} x {kind} ({axes or 'one device'})"
-        )
+        split = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
+        count = parameter_counts(config.model, config.moe).total
+        devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+        say(f"mxjax {mxjax.__version__}: {count:,} parameters on {', '.join([devices, *split])}")
         say(f"data: {self.data.train.describe()}")
         if self.start_step:
             say(f"resuming after step {self.start_step} of {config.training.num_steps}")

@@ -19,7 +19,7 @@ def greedy_sample(
 
     Runs the whole sequence anew for each token: no cache, meant for a few hundred tokens.
     """
-    mesh, model = objective.mesh, objective.model
+    mesh = objective.mesh
     rows = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
     spec = PartitionSpec(BATCH_AXES, None)
 

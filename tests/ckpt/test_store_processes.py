@@ -16,8 +16,9 @@ from mxjax.ckpt.store import CheckpointStore
 from mxjax.config.schema import CheckpointConfig
 
 # Saves steps 1 to 3 on one mesh and reads step 3 back on another; keep_last drops step 1.
+# Then process 1 alone cannot write its part of step 4.
 WORKER = """
-import sys
+import os, resource, sys, time
 import jax
 import numpy as np
 
@@ -26,7 +27,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(address, num_processes=2, process_id=index)
 
 from jax.sharding import PartitionSpec as P
-from mxjax.ckpt.store import CheckpointRestoreError, CheckpointStore
+from mxjax.ckpt.store import CheckpointRestoreError, CheckpointSaveError, CheckpointStore
 from mxjax.config.schema import CheckpointConfig
 from test_store_processes import SHAPE, place, values
 
@@ -54,7 +55,19 @@ try:
 except CheckpointRestoreError as error:
     assert "step: not expected" in str(error)
 store.close()
-print("done", flush=True)
+print("restored", flush=True)
+
+store = CheckpointStore(run_dir, CheckpointConfig(save_interval=1))
+if index == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+store.save(4, state, {})
+try:
+    while True:
+        store.check()
+        time.sleep(0.01)
+except CheckpointSaveError as error:
+    print(error, flush=True)
+    os._exit(3)
 """
 
 SHAPE = (16, 32)
@@ -71,7 +84,9 @@ def place(array: np.ndarray, spec: P) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def test_two_processes_save_one_checkpoint_that_one_process_can_read(tmp_path: Path):
+def test_two_processes_save_one_checkpoint_and_the_one_that_cannot_write_says_so_at_once(
+    tmp_path: Path,
+):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
@@ -87,10 +102,13 @@ def test_two_processes_save_one_checkpoint_that_one_process_can_read(tmp_path: P
         for index in range(2)
     ]
     try:
-        for worker in workers:
-            out, err = worker.communicate(timeout=90)
-            assert worker.returncode == 0, err
-            assert out.endswith("done\n"), out
+        out, err = workers[1].communicate(timeout=240)
+        assert workers[1].returncode == 3, err
+        assert "restored\nCheckpoint 4 was not saved to" in out
+        assert "File too large" in out
+        # Process 0 waits for process 1 until JAX finds that it is gone.
+        workers[0].kill()
+        assert "restored\n" in workers[0].communicate()[0]
     finally:
         for worker in workers:
             worker.kill()
