@@ -7,10 +7,14 @@ configuration or the data cannot be used.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from mxjax.config import Config, ConfigError, ParallelConfig, load_config, to_yaml
+
+LAUNCHER_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+"""Environment variables in which launchers say how many processes they have started."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -21,9 +25,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--print-config", action="store_true", help="print the whole configuration and stop"
     )
     cluster = parser.add_argument_group(
-        "several processes", "only where JAX cannot find out by itself (SLURM, MPI, Kubernetes)"
+        "several processes (one command each, on one or more hosts)"
     )
-    cluster.add_argument("--coordinator-address", metavar="HOST:PORT")
+    cluster.add_argument(
+        "--distributed",
+        action="store_true",
+        help="find them through SLURM, MPI or Kubernetes",
+    )
+    cluster.add_argument("--coordinator-address", metavar="HOST:PORT", help="or name them by hand")
     cluster.add_argument("--num-processes", type=int)
     cluster.add_argument("--process-id", type=int)
     parser.add_argument(
@@ -43,18 +52,23 @@ def start_jax(parallel: ParallelConfig, arguments: argparse.Namespace) -> int:
         jax.distributed.initialize(
             arguments.coordinator_address, arguments.num_processes, arguments.process_id
         )
-    elif _in_cluster():
+    elif arguments.distributed:
         jax.distributed.initialize()
     return jax.device_count()
 
 
-def _in_cluster() -> bool:
-    """Whether a launcher that JAX knows has started several processes."""
-    from jax._src.clusters import ClusterEnv
-
-    return any(
-        env.is_env_present() and env.get_process_count() > 1 for env in ClusterEnv._cluster_types
-    )
+def check_processes(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the options about several processes; None: nothing."""
+    by_hand = (arguments.coordinator_address, arguments.num_processes, arguments.process_id)
+    if any(value is not None for value in by_hand) and None in by_hand:
+        return "--coordinator-address, --num-processes and --process-id belong together"
+    tasks = next((int(os.environ[name]) for name in LAUNCHER_TASKS if name in os.environ), 1)
+    if tasks > 1 and not arguments.distributed and not arguments.coordinator_address:
+        return (
+            f"this is one of {tasks} tasks of a launcher, and each would train by itself in the "
+            "same run_dir; add --distributed"
+        )
+    return None
 
 
 def run(config: Config) -> None:
@@ -68,12 +82,14 @@ def run(config: Config) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = parse_arguments(argv)
-    device_count = lambda parallel: start_jax(parallel, arguments)  # noqa: E731
+    if problem := check_processes(arguments):
+        return report(problem, 2)
     try:
-        config = load_config(arguments.config, arguments.overrides, device_count)
+        config = load_config(
+            arguments.config, arguments.overrides, lambda parallel: start_jax(parallel, arguments)
+        )
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return report(error, 2)
     if arguments.print_config:
         print(to_yaml(config), end="")
         return 0
@@ -85,12 +101,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(config)
     except DataError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return report(error, 2)
     except (CheckpointError, NonFiniteError) as error:
-        print(error, file=sys.stderr)
-        return 1
+        return report(error, 1)
     return 0
+
+
+def report(error: object, exit_code: int) -> int:
+    """Say what went wrong, without a traceback; returns `exit_code`."""
+    print(error, file=sys.stderr, flush=True)
+    if "jax" in sys.modules and sys.modules["jax"].process_count() > 1:
+        # A normal exit would join threads that wait for the other processes.
+        os._exit(exit_code)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import signal
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 import mxjax
 from mxjax.ckpt.store import CheckpointError, CheckpointStore
 from mxjax.config import Config, to_yaml
-from mxjax.data import BatchLoader, build_data
+from mxjax.data import BatchLoader, DataError, build_data
 from mxjax.moe.buckets import BucketChooser
 from mxjax.sharding.mesh import AXES
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
@@ -55,6 +56,7 @@ class Trainer:
         self.data = build_data(
             config.data, training.seq_length, config.model.vocab_size, training.seed
         )
+        _require_same_data(self.data.train.fingerprint)
         self.buckets = BucketChooser(config.moe.capacity_buckets)
         self.store = CheckpointStore(self.run_dir, config.checkpoint)
         self.state, self.start_step, next_sample = self._restore_or_create()
@@ -86,7 +88,9 @@ class Trainer:
             self._end(self.start_step)
             return
         self._write_config()
-        previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        alone = jax.process_count() == 1
+        if alone:  # else JAX's preemption service has the signal, see `_should_stop`
+            previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         self.logger = MetricsLogger(
             self.run_dir, self.config.log, training.num_steps, self.start_step
         )
@@ -95,7 +99,8 @@ class Trainer:
             self._save(last, final=True)
             self.store.wait()
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            if alone:
+                signal.signal(signal.SIGTERM, previous)
             self.logger.close()
             self.profiler.close()
             self.loader.close()
@@ -340,6 +345,15 @@ class Trainer:
             say("to go on: run the same command again, with a larger training.num_steps if done")
         elif self.ended_early:
             say("nothing was saved: checkpoint.save_interval is 0")
+
+
+def _require_same_data(fingerprint: str) -> None:
+    """Hosts with different files (or Pythons, for their standard library) would mix corpora."""
+    if jax.process_count() == 1:
+        return
+    digest = np.frombuffer(hashlib.sha256(fingerprint.encode()).digest(), np.uint8)
+    if not np.all(multihost_utils.process_allgather(digest) == digest):
+        raise DataError("data.paths: the processes do not read the same text; give all the same")
 
 
 def say(line: str) -> None:
