@@ -12,6 +12,7 @@ from flax import nnx
 from mxjax.config.schema import ModelConfig
 from mxjax.kernels.cross_entropy import vocab_parallel_cross_entropy
 from mxjax.kernels.dropout import dropout
+from mxjax.kernels.embedding import lookup
 from mxjax.models.context import LayerContext
 from mxjax.models.norm import Norm
 from mxjax.models.parts import param
@@ -35,15 +36,13 @@ class Embedding(nnx.Module):
         """Residual stream, [B, s, H]."""
         weight_VH = self.weight[...]
         local_BS = tokens_BS - collectives.axis_index("tp") * weight_VH.shape[0]
-        mine_BS = (local_BS >= 0) & (local_BS < weight_VH.shape[0])
-        rows_BSH = weight_VH[jnp.where(mine_BS, local_BS, 0)]
-        partial_BSH = jnp.where(mine_BS[..., None], rows_BSH, 0)
+        partial_BSH = lookup(weight_VH, local_BS)
         x_BsH = tensor_parallel.leave(partial_BSH, ctx.sequence_parallel)
         if self.learned:
             positions_Bs = ctx.positions_BS
             if ctx.sequence_parallel:
                 positions_Bs = collectives.shard(positions_Bs, "tp", dim=1)
-            x_BsH += self.position[...][positions_Bs]
+            x_BsH += lookup(self.position[...], positions_Bs)
         return dropout(x_BsH, self.dropout, ctx.residual_key(key))
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 PLACE_MULTIPLE = 8
 """Buffers hold a multiple of this many rows: matrix units want whole tiles."""
@@ -55,3 +56,14 @@ def places(balanced: float, capacity_factor: float, most: int) -> int:
         return most
     wanted = math.ceil(balanced * capacity_factor / PLACE_MULTIPLE) * PLACE_MULTIPLE
     return min(most, wanted)
+
+
+def needed_factor(
+    counts: jax.Array, balanced: float, capacity: int, capacity_factor: float
+) -> jax.Array:
+    """Least capacity factor whose buffers hold `counts` rows; above `capacity_factor` exactly if
+    the present ones, of `capacity` rows, do not. (Being rounded up, they may hold a little more.)
+    """
+    worst = jnp.max(counts).astype(jnp.float32)
+    factor = worst / balanced
+    return jnp.where(worst <= capacity, jnp.minimum(factor, capacity_factor), factor)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.kernels.permute import PermutePlan, permute, plan_permute, unpermute
-from mxjax.moe.dispatch import DispatchedRows, places
+from mxjax.moe.dispatch import DispatchedRows, needed_factor, places
 from mxjax.sharding import collectives
 from mxjax.sharding.collectives import Axes
 
@@ -58,9 +58,8 @@ class AllToAllDispatcher:
             for value in (sent_DCH, experts_DCK, weights_DCK)
         ]
         rows = DispatchedRows(*(value.reshape(D * capacity, -1) for value in received))
-        worst = jnp.max(plan.counts_G).astype(jnp.float32)
-        fits = capacity == T
-        return rows, AllToAllState(plan, jnp.zeros(()) if fits else worst / balanced)
+        needed = needed_factor(plan.counts_G, balanced, capacity, self.capacity_factor)
+        return rows, AllToAllState(plan, needed)
 
     def combine(self, out_RH, state):
         """Sum of each token's results over the ranks it went to."""

@@ -13,7 +13,7 @@ from flax import nnx
 from mxjax.config.schema import ModelConfig, MoEConfig
 from mxjax.models.context import LayerContext
 from mxjax.models.mlp import MLP
-from mxjax.moe.dispatch import DispatchedRows, Dispatcher, places
+from mxjax.moe.dispatch import DispatchedRows, Dispatcher, needed_factor, places
 from mxjax.moe.dispatch_allgather import AllGatherDispatcher
 from mxjax.moe.dispatch_alltoall import AllToAllDispatcher
 from mxjax.moe.experts import Experts
@@ -95,5 +95,4 @@ class MoE(nnx.Module):
         out_RH, counts_E = self.experts(rows.rows_RH, rows.experts_RK, rows.weights_RK, capacity)
         if gather_tp:
             out_RH = collectives.reduce_scatter(out_RH, "tp", dim=0)
-        worst = jnp.max(counts_E).astype(jnp.float32)
-        return out_RH, jnp.zeros(()) if capacity == tokens else worst / balanced
+        return out_RH, needed_factor(counts_E, balanced, capacity, self.capacity_factor)

@@ -1,0 +1,223 @@
+"""What all tests share: eight CPU devices, quick compiles, small models and packed batches.
+
+For the tests that need GPUs: `JAX_PLATFORMS=cuda pytest -m gpu`.
+"""
+
+import os
+
+# Before JAX is imported. Nearly all of the suite's time is compiling, and most of that LLVM's
+# optimisations, which the little that tests compute does not need.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true " + os.environ.get("XLA_FLAGS", "")
+)
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from mxjax.config.schema import (
+    Config,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RematConfig,
+    TrainingConfig,
+)
+from mxjax.sharding.mesh import AXES, build_mesh
+from mxjax.training.gradients import Objective
+
+LLAMA = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=8,
+    num_query_groups=2,
+    vocab_size=64,
+)
+GPT2 = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    vocab_size=64,
+    max_position_embeddings=48,
+    position_embedding="learned",
+    norm="layernorm",
+    activation="gelu",
+    add_bias_linear=True,
+    add_qkv_bias=True,
+    tie_embeddings=True,
+)
+MIXTRAL = MoEConfig(
+    num_experts=8,
+    router_topk=2,
+    moe_ffn_hidden_size=16,
+    shared_expert_intermediate_size=24,
+    aux_loss_coeff=0.02,
+    seq_aux_loss_coeff=0.03,
+    z_loss_coeff=1e-3,
+)
+DEEPSEEK = dataclasses.replace(
+    MIXTRAL,
+    first_k_dense=1,
+    router_topk=3,
+    score_function="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+)
+SHAPES = {
+    "llama": (LLAMA, MoEConfig()),
+    "gpt2": (GPT2, MoEConfig()),
+    "mixtral": (LLAMA, MIXTRAL),
+    "deepseek": (LLAMA, DEEPSEEK),
+}
+
+
+def pytest_configure(config):
+    """Compiled programs outlive the run, in pytest's cache (`pytest --cache-clear` empties it)."""
+    folder = str(config.cache.mkdir("jax"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # for processes that tests start
+
+
+@pytest.fixture(scope="session")
+def small_config():
+    """(shape, sections' changes as dicts) -> fp32 `Config` of a small model on one device."""
+
+    def make(shape, *, moe=None, parallel=None, training=None, remat="none"):
+        model, experts = SHAPES[shape]
+        sizes = dict.fromkeys(AXES, 1) | {"zero_stage": 0} | (parallel or {})
+        run = {"seq_length": 32, "global_batch_size": 8, "compute_dtype": "float32"}
+        run |= {"z_loss_coeff": 1e-3} | (training or {})
+        return Config(
+            model=model,
+            moe=dataclasses.replace(experts, **(moe or {})),
+            parallel=ParallelConfig(**sizes),
+            training=TrainingConfig(**run),
+            remat=RematConfig(policy=remat),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mesh_of():
+    """Config -> its mesh on the first so many of the eight CPU devices."""
+
+    def make(config):
+        num_devices = math.prod(getattr(config.parallel, axis) for axis in AXES)
+        return build_mesh(config.parallel, jax.devices()[:num_devices])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed_batch():
+    """(config, seed) -> one global batch [M, B, S] of packed documents, with padding at the end of
+    one sequence in four, one sequence of padding alone, and targets left out here and there."""
+
+    def make(config, seed=0):
+        rng = np.random.default_rng(seed)
+        training = config.training
+        M, B = training.num_microbatches, training.global_batch_size // training.num_microbatches
+        shape = (M, B, training.seq_length)
+        segments = 1 + np.sort(rng.integers(0, 4, shape), axis=-1)
+        segments[:, ::4, -7:] = 0
+        segments[0, 1] = 0
+        starts = np.diff(segments, axis=-1, prepend=-1) != 0
+        index = np.broadcast_to(np.arange(shape[-1]), shape)
+        positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=-1)
+        targets = rng.integers(0, config.model.vocab_size, shape)
+        targets[(segments == 0) | (rng.random(shape) < 0.1)] = -1
+        arrays = {
+            "tokens": rng.integers(0, config.model.vocab_size, shape),
+            "targets": targets,
+            "segment_ids": segments,
+            "positions": positions,
+        }
+        return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_params():
+    """(`Transformer.infos`, seed) -> parameters (numpy) that leave nothing at zero, as biases are
+    initially, and no router without a clear choice."""
+
+    def make(infos, seed=0):
+        rng = np.random.default_rng(seed)
+
+        def draw(path, info):
+            name = jax.tree_util.keystr(path)
+            value = rng.normal(size=info.shape) * (0.5 if "router" in name else 0.1)
+            return (value + ("scale" in name)).astype(info.dtype)
+
+        return jax.tree_util.tree_map_with_path(draw, infos)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def loss_and_gradients(mesh_of, packed_batch, random_params):
+    """Config -> (gradients, statistics) as numpy arrays, for the same parameters and batch under
+    every layout. Remembers its results, so that tests share the one-device reference."""
+
+    @functools.cache
+    def run(config):
+        objective = Objective(config, mesh_of(config))
+        params = jax.tree.map(
+            lambda value, spec: jax.device_put(value, NamedSharding(objective.mesh, spec)),
+            random_params(objective.model.infos),
+            objective.param_specs,
+        )
+        bias = objective.model.initial_expert_bias()
+        if bias is not None:
+            bias = np.random.default_rng(2).normal(0, 0.1, bias.shape).astype(np.float32)
+        function = jax.jit(objective.loss_and_gradients())
+        return jax.device_get(function(params, bias, packed_batch(config), jax.random.key(1)))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_parity(small_config, loss_and_gradients):
+    """Config -> asserts that loss and every gradient leaf are those of one device (fp32, largest
+    error of a leaf over its largest value at most 2e-5) and that the token counts are the same."""
+
+    def check(config):
+        alone = dataclasses.replace(
+            config,
+            parallel=small_config("llama").parallel,
+            training=dataclasses.replace(config.training, scan_layers=True),
+            moe=dataclasses.replace(config.moe, dispatcher="alltoall"),
+            remat=RematConfig(),
+        )
+        grads, stats = loss_and_gradients(config)
+        expected_grads, expected = loss_and_gradients(alone)
+        assert stats.num_targets == expected.num_targets
+        np.testing.assert_array_equal(stats.counts_LE, expected.counts_LE)
+        for field in ("loss", "z_loss", "router_loss"):
+            np.testing.assert_allclose(getattr(stats, field), getattr(expected, field), rtol=2e-6)
+        errors = jax.tree.map(relative_error, grads, expected_grads)
+        broken = [
+            f"{jax.tree_util.keystr(path)}: {error:.1e}"
+            for path, error in jax.tree_util.tree_leaves_with_path(errors)
+            if not error <= 2e-5
+        ]
+        assert not broken, broken
+
+    return check
+
+
+def relative_error(got, expected):
+    """Largest difference over the largest expected value."""
+    return np.max(np.abs(got - expected)) / np.max(np.abs(expected))

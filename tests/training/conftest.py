@@ -1,0 +1,111 @@
+"""Small runs of the whole trainer, in this process."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mxjax.config import load_config
+from mxjax.sharding.mesh import build_mesh
+from mxjax.training.loop import Trainer
+
+# One file for all runs, because each change of what is compiled costs seconds.
+CONFIG = """
+model:
+  num_layers: 2
+  hidden_size: 32
+  ffn_hidden_size: 48
+  num_attention_heads: 4
+  num_query_groups: 2
+  vocab_size: 264
+training: {num_steps: 20, seq_length: 32, global_batch_size: 8, compute_dtype: float32}
+optimizer: {lr: 0.01, warmup_steps: 4}
+log: {tensorboard: false, progress_bar: false}
+"""
+
+EXPERTS = (
+    "moe.num_experts=8",
+    "moe.moe_ffn_hidden_size=16",
+    "moe.shared_expert_intermediate_size=16",
+    "moe.aux_loss_coeff=0.01",
+    "moe.expert_bias_update_rate=0.001",
+    "moe.capacity_buckets=[]",
+)
+"""Overrides that make the small model a mixture of experts, without buckets."""
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "small.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory):
+    """Overrides that train on 60 short texts of sums, which a small model can learn."""
+    folder = tmp_path_factory.mktemp("sums")
+    for i in range(60):
+        lines = (f"{a} plus {i} is {a + i}." for a in range(8))
+        (folder / f"{i:02}.txt").write_text("\n".join(lines))
+    return ("data.source=text", f"data.paths=[{folder}]")
+
+
+@pytest.fixture(scope="session")
+def make_trainer(config_file):
+    """(run_dir, overrides, devices) -> Trainer on the first so many devices."""
+
+    def make(run_dir, *overrides, devices=1):
+        config = load_config(config_file, [f"run_dir={run_dir}", *overrides], lambda _: devices)
+        return Trainer(config, build_mesh(config.parallel, jax.devices()[:devices]))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def train(make_trainer):
+    """Run to the end, or, with `sigterm_at`, until that step has brought a SIGTERM."""
+
+    def run(run_dir, *overrides, devices=1, sigterm_at=None):
+        trainer = make_trainer(run_dir, *overrides, devices=devices)
+        record = trainer._record
+
+        def record_and_signal(done, result):
+            record(done, result)
+            if done.step == sigterm_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer._record = record_and_signal
+        trainer.run()
+        return trainer
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def metrics_of():
+    """run_dir -> the objects of its `metrics.jsonl`."""
+
+    def read(run_dir):
+        lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def bits_of():
+    """Pytree of arrays -> the same as unsigned integers: equal means equal bit for bit, NaN too."""
+
+    def bits(tree):
+        def view(leaf):
+            array = np.asarray(leaf)
+            return array.view(f"u{array.dtype.itemsize}") if array.dtype != bool else array
+
+        return jax.tree.map(view, jax.device_get(tree))
+
+    return bits

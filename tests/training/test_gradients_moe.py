@@ -1,0 +1,64 @@
+"""Loss and every gradient are those of one device under any layout: models with experts.
+
+The models have a shared expert, all router losses and a balancing bias. Router losses are those of
+a microbatch, so the one device runs the same number of microbatches.
+"""
+
+import pytest
+
+TWO = {"num_microbatches": 2}
+UNROLLED = {"scan_layers": False}
+FOLDED = {"expert_tensor_parallel": False}
+REPLICATED_STREAM = {"sequence_parallel": False}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training"),
+    [
+        ({"dp": 2, "zero_stage": 0}, {}),
+        ({"tp": 2}, {}),
+        ({"tp": 2} | REPLICATED_STREAM, {}),
+        ({"ep": 2}, {}),
+        ({"ep": 4, "zero_stage": 1}, TWO),
+        ({"dp": 2, "ep": 2, "tp": 2, "zero_stage": 1}, {}),
+        ({"dp": 2, "ep": 2, "tp": 2, "zero_stage": 2}, TWO),
+        ({"dp": 2, "ep": 2, "tp": 2, "zero_stage": 3}, {}),
+        ({"ep": 2, "tp": 2} | FOLDED, {}),
+        ({"ep": 2, "tp": 2, "zero_stage": 3} | FOLDED | REPLICATED_STREAM, {}),
+    ],
+    ids=str,
+)
+def test_alltoall(small_config, assert_parity, parallel, training):
+    assert_parity(small_config("mixtral", parallel=parallel, training=training))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training"),
+    [
+        ({"ep": 2}, {}),
+        ({"ep": 4, "zero_stage": 3}, TWO),
+        ({"dp": 2, "ep": 2, "tp": 2, "zero_stage": 3}, UNROLLED),
+        ({"ep": 2, "tp": 4, "zero_stage": 1} | REPLICATED_STREAM, {}),
+        ({"ep": 2, "tp": 2} | FOLDED, {}),
+        ({"ep": 2, "tp": 2} | FOLDED | REPLICATED_STREAM, {}),
+    ],
+    ids=str,
+)
+def test_allgather(small_config, assert_parity, parallel, training):
+    moe = {"dispatcher": "allgather"}
+    assert_parity(small_config("mixtral", moe=moe, parallel=parallel, training=training))
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "parallel", "training"),
+    [
+        ("alltoall", {"dp": 2, "ep": 2, "tp": 2, "zero_stage": 3}, UNROLLED),
+        ("alltoall", {"ep": 2, "tp": 2} | FOLDED, TWO),
+        ("allgather", {"dp": 2, "ep": 2, "zero_stage": 1}, {}),
+    ],
+    ids=str,
+)
+def test_deepseek(small_config, assert_parity, dispatcher, parallel, training):
+    """Sigmoid scores, and a dense layer before the one with experts."""
+    moe = {"dispatcher": dispatcher}
+    assert_parity(small_config("deepseek", moe=moe, parallel=parallel, training=training))
