@@ -60,6 +60,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict:
     import numpy as np
 
     from mxjax.config import load_config
+    from mxjax.moe.buckets import BucketChooser
     from mxjax.sharding.mesh import build_mesh
     from mxjax.training.metrics import Throughput, peak_memory_bytes
     from mxjax.training.programs import Programs
@@ -68,7 +69,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict:
     mesh = build_mesh(config.parallel)
     programs = Programs(config, mesh)
     started = time.perf_counter()
-    step = programs.step(config.moe.capacity_buckets[0])
+    step = programs.step(BucketChooser(config.moe.capacity_buckets).current)
     compile_seconds = time.perf_counter() - started
     state = programs.create_state()
     generator = np.random.default_rng(0)

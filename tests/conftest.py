@@ -92,13 +92,13 @@ def pytest_configure(config):
 def small_config():
     """(shape, sections' changes as dicts) -> fp32 `Config` of a small model on one device."""
 
-    def make(shape, *, moe=None, parallel=None, training=None, remat="none"):
-        model, experts = SHAPES[shape]
+    def make(shape, *, model=None, moe=None, parallel=None, training=None, remat="none"):
+        dense, experts = SHAPES[shape]
         sizes = dict.fromkeys(AXES, 1) | {"zero_stage": 0} | (parallel or {})
         run = {"seq_length": 32, "global_batch_size": 8, "compute_dtype": "float32"}
         run |= {"z_loss_coeff": 1e-3} | (training or {})
         return Config(
-            model=model,
+            model=dataclasses.replace(dense, **(model or {})),
             moe=dataclasses.replace(experts, **(moe or {})),
             parallel=ParallelConfig(**sizes),
             training=TrainingConfig(**run),

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves of `tree` by path, such as ``params.layers.attention.wq``, in flattening order.
+    """Leaves of `tree` by path, such as ``params.dense_layers.attention.q``, in flattening order.
 
     Dictionary keys, attribute names and positions all become names: a checkpoint does not depend
     on the Python classes that held the arrays.

@@ -54,6 +54,16 @@ def heads_divide_hidden_size(c: Config) -> Findings:
 
 
 @rule
+def deterministic_attention(c: Config) -> Findings:
+    if c.training.deterministic and c.model.attention_implementation == "cudnn":
+        yield (
+            "training.deterministic",
+            "cannot hold with model.attention_implementation cudnn, whose backward pass adds in no "
+            "fixed order; set that to auto or xla",
+        )
+
+
+@rule
 def head_dim_fits_attention(c: Config) -> Findings:
     dim = c.model.attention_head_dim
     path = "model.head_dim" if c.model.head_dim else "model.hidden_size"

@@ -177,7 +177,8 @@ class ParallelConfig:
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the gradient reduction over data-like axes."""
     cpu_devices: NonNegative = 0
-    """Run on this many virtual CPU devices instead of the real ones; 0: the real ones."""
+    """Run each process on this many virtual CPU devices instead of the real ones; 0: the real
+    ones."""
 
 
 @component
@@ -210,7 +211,7 @@ class TrainingConfig:
     num_microbatches: Positive = 1
     """Parts that each device's share of the batch is cut into; gradients accumulate over them."""
     seed: NonNegative = 0
-    """The one seed of initial weights, data order, dropout and router noise."""
+    """The one seed of initial weights, data order and dropout."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of activations and of the weights that compute reads."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -229,7 +230,8 @@ class TrainingConfig:
     scan_layers: bool = True
     """Compile one layer and loop (quick to compile); false unrolls the layers (faster to run)."""
     deterministic: bool = False
-    """GPU: only kernels that give the same bits each time, at some speed. A CPU always does."""
+    """GPU: only kernels that give the same bits each time, at some speed (attention without
+    cuDNN, for one). A CPU always does."""
 
 
 @component

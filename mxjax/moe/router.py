@@ -7,6 +7,7 @@ Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024, section 2.1.2).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -85,8 +86,10 @@ class Router(nnx.Module):
         T, E = scores_TE.shape
         K = self.moe.router_topk
         if self.moe.force_balanced:
+            # Dealt in turn, with a stride that spreads a token's experts over all ranks.
+            stride = next(s for s in range(max(1, E // K), E + 1) if math.gcd(s, E) == 1 or E == 1)
             dealt = jnp.arange(T)[:, None] * K + jnp.arange(K)
-            return (dealt % E).astype(jnp.int32)
+            return (dealt * stride % E).astype(jnp.int32)
         return lax.top_k(lax.stop_gradient(scores_TE) + bias_E, K)[1].astype(jnp.int32)
 
     def _weights(self, scores_TE: jax.Array, experts_TK: jax.Array) -> jax.Array:

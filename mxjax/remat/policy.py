@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from jax import lax
@@ -13,18 +14,23 @@ from mxjax.sharding.mesh import DATA_AXES
 LayerFunction = Callable[..., tuple]
 
 
-def rematerialise(layer: LayerFunction, remat: RematConfig, gathers_weights: bool) -> LayerFunction:
+def rematerialise(
+    layer: LayerFunction, remat: RematConfig, *, gathers_weights: bool, in_scan: bool
+) -> LayerFunction:
     """`layer` with the policy of `remat` around it.
 
     `gathers_weights`: the layer gathers its own weights (ZeRO-3). They must not outlive the
     layer's forward pass, so even policy `none` then gathers them again in the backward pass.
+    `in_scan`: the layer is the body of a scan. Outside of one, XLA would see that a value is
+    computed twice and keep the first, unless barriers prevent that.
     """
+    checkpoint = partial(jax.checkpoint, layer, prevent_cse=not in_scan)
     if remat.policy == "full":
-        return jax.checkpoint(layer, prevent_cse=False)
+        return checkpoint()
     if remat.policy == "dots":
-        return jax.checkpoint(layer, policy=_keep_products, prevent_cse=False)
+        return checkpoint(policy=_keep_products)
     if gathers_weights:
-        return jax.checkpoint(layer, policy=_keep_all_but_weights, prevent_cse=False)
+        return checkpoint(policy=_keep_all_but_weights)
     return layer
 
 

@@ -59,13 +59,13 @@ class ShardingRules:
         Raises:
           ValueError: a mesh axis would split two dims of one parameter, or a name is unknown.
         """
+        known = dataclasses.asdict(self)
         used: dict[str, str] = {}
         dims: list[MeshAxes] = []
         for name in logical:
-            if name is not None and not hasattr(self, name):
-                known = ", ".join(field.name for field in dataclasses.fields(self))
-                raise ValueError(f"unknown logical axis {name!r}; known: {known}")
-            axes = () if name is None else getattr(self, name)
+            if name is not None and name not in known:
+                raise ValueError(f"unknown logical axis {name!r}; known: {', '.join(known)}")
+            axes = () if name is None else known[name]
             for axis in axes:
                 if axis in used:
                     raise ValueError(

@@ -90,13 +90,18 @@ class ZeroPlan:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(plan: LeafPlan, reduce_dtype, shard: jax.Array) -> jax.Array:
+    return _gathered(plan, shard)
+
+
+def _gathered(plan: LeafPlan, shard: jax.Array) -> jax.Array:
     cast = shard.astype(plan.compute_dtype)
     return collectives.all_gather(cast, plan.gather_axes, plan.gather_dim)
 
 
 def _gather_fwd(plan, reduce_dtype, shard):
+    # Not `_gather` itself: recompute policies must see the all-gather, not a call that hides it.
     # The empty array carries the shard's dtype to the backward pass without keeping its values.
-    return _gather(plan, reduce_dtype, shard), jnp.zeros((0,), shard.dtype)
+    return _gathered(plan, shard), jnp.zeros((0,), shard.dtype)
 
 
 def _gather_bwd(plan, reduce_dtype, like, grad):

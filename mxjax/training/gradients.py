@@ -6,6 +6,7 @@ Shapes: M microbatches, B sequences of a microbatch, S sequence, L MoE layers, E
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +59,12 @@ class Objective:
         training, parallel = config.training, config.parallel
         self.config = config
         self.mesh = mesh
+        model = config.model
+        if training.deterministic and model.attention_implementation == "auto":
+            # cuDNN's backward pass adds in no fixed order.
+            model = dataclasses.replace(model, attention_implementation="xla")
         self.model = Transformer(
-            config.model,
+            model,
             config.moe,
             expert_tensor_parallel=parallel.expert_tensor_parallel,
             sequence_parallel=parallel.sequence_parallel,
@@ -129,12 +134,13 @@ class Objective:
 
     def _evaluate(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
+        num_microbatches = batch["tokens"].shape[0]
         weights = self._weights(params)
 
         def microbatch(_, arrays):
             ctx = self.model.context(arrays, key=None)
-            _, (stats, finite) = self._forward(weights, bias_LE, arrays, ctx, num_targets, 1)
-            return None, (stats, finite)
+            _, report = self._forward(weights, bias_LE, arrays, ctx, num_targets, num_microbatches)
+            return None, report
 
         _, (stats, finite) = lax.scan(microbatch, None, batch)
         finite = jax.tree.map(lambda f: jnp.all(f, axis=0).astype(jnp.int32), finite)
@@ -185,7 +191,12 @@ class Objective:
             def layer(shards, *inputs):
                 return plain(self.zero.gather(shards, infos), *inputs)
 
-        return rematerialise(layer, self.config.remat, gathers)
+        return rematerialise(
+            layer,
+            self.config.remat,
+            gathers_weights=gathers,
+            in_scan=self.config.training.scan_layers,
+        )
 
     def _weights(self, params: Params) -> Params:
         """What the loss is differentiated by: stored shards (stage 3) or gathered weights; each

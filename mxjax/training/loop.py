@@ -59,7 +59,7 @@ class Trainer:
         _require_same_data(self.data.train.fingerprint)
         self.buckets = BucketChooser(config.moe.capacity_buckets)
         self.store = CheckpointStore(self.run_dir, config.checkpoint)
-        self.state, self.start_step, next_sample = self._restore_or_create()
+        self.state, self.start_step, next_sample, fits = self._restore_or_create()
         self.loader = BatchLoader(
             self.data.train,
             global_batch_size=training.global_batch_size,
@@ -72,6 +72,7 @@ class Trainer:
         self.throughput = Throughput.of(config.model, config.moe, training, list(mesh.devices.flat))
         self.profiler = StepProfiler(self.run_dir, config.log.profile_steps)
         self.pending: deque[Dispatched] = deque()
+        self.fits: deque[tuple[int, float]] = deque(fits)
         self.saved_step = self.start_step
         self.skipped_steps = self.skipped_in_a_row = 0
         self.stop_requested = False
@@ -132,6 +133,10 @@ class Trainer:
         return self.config.training.num_steps
 
     def _dispatch(self, step: int, batch: dict[str, jax.Array]) -> None:
+        # The bucket follows from the steps that have settled under full run-ahead, even where later
+        # ones have too (after a save, a resume, an evaluation): its size can change the last bits.
+        while self.fits and self.fits[0][0] < step - RUN_AHEAD:
+            self.buckets.fitted(self.fits.popleft()[1])
         bucket = self.buckets.current
         self.state, result = self.programs.step(bucket)(self.state, batch)
         self.pending.append(Dispatched(step, batch, bucket, result))
@@ -147,12 +152,13 @@ class Trainer:
             self._nonfinite(done, result)
         else:
             self.skipped_in_a_row = 0
-            self.buckets.fitted(result.needed_capacity)
+            self.fits.append((done.step, result.needed_capacity))
         self._record(done, result)
 
     def _repeat(self, done: Dispatched, needed: float) -> None:
         """A buffer was too small: run the step, and those sent off after it, with a larger one."""
         self.buckets.overflowed(needed)
+        self.fits.clear()
         say(
             f"step {done.step}: the busiest expert needs {needed:.2f} x balanced, more than the "
             f"bucket of {done.bucket:g}; repeating with {self.buckets.current:g}"
@@ -250,17 +256,18 @@ class Trainer:
             "next_sample_index": self.loader.next_sample_index,
             "data": self.data.train.fingerprint,
             "buckets": self.buckets.as_dict(),
+            "fits": list(self.fits),
             "mesh": {axis: getattr(self.config.parallel, axis) for axis in AXES},
             "version": mxjax.__version__,
             "config": to_yaml(self.config),
         }
         self.store.save(step, self.state, metadata)
 
-    def _restore_or_create(self) -> tuple[TrainState, int, int]:
-        """State, steps done, index of the next sample."""
+    def _restore_or_create(self) -> tuple[TrainState, int, int, list[list[float]]]:
+        """State, steps done, index of the next sample, `fits`."""
         step = self.store.resume_step()
         if step is None:
-            return self.programs.create_state(), 0, 0
+            return self.programs.create_state(), 0, 0, []
         state, metadata = self.store.restore(self.programs.abstract_state, step)
         if metadata["data"] != self.data.train.fingerprint:
             raise CheckpointError(
@@ -269,7 +276,7 @@ class Trainer:
                 "and leave out samples. Restore the data settings, or start a new run_dir."
             )
         self.buckets.restore(metadata["buckets"])
-        return state, step, metadata["next_sample_index"]
+        return state, step, metadata["next_sample_index"], metadata["fits"]
 
     # -- when ------------------------------------------------------------------------------------
 
@@ -325,7 +332,7 @@ class Trainer:
     def _write_config(self) -> None:
         if jax.process_index() == 0:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "config.yaml").write_text(to_yaml(self.config, only_differences=True))
+            (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
 
     def _end(self, step: int) -> None:
         log = self.config.log

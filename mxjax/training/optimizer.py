@@ -45,38 +45,32 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Arra
 def build_optimizer(config: OptimizerConfig, infos: dict) -> optax.GradientTransformation:
     """The optimizer for parameters described by `infos`, with learning rate 1."""
 
-    def mask(params):
+    def decayed(params):
         return jax.tree_util.tree_map_with_path(
             lambda path, _: not any(word in jax.tree_util.keystr(path) for word in config.no_decay),
             params,
         )
 
-    decay = config.weight_decay
+    # Added to the finished update, which has its minus sign already: the same decoupled decay for
+    # all. Muon's own would decay all that it leaves to AdamW, SGD's would gather in the momentum.
+    decay = optax.add_decayed_weights(-config.weight_decay, mask=decayed)
+    return optax.chain(_without_decay(config, infos), decay)
+
+
+def _without_decay(config: OptimizerConfig, infos: dict) -> optax.GradientTransformation:
     if config.name == "adamw":
-        return optax.adamw(
-            1.0, config.beta1, config.beta2, config.eps, weight_decay=decay, mask=mask
-        )
+        return optax.adam(1.0, config.beta1, config.beta2, config.eps)
     if config.name == "adafactor":
         # Without parameter scaling a learning rate means the same as in the other optimizers.
-        return optax.adafactor(
-            1.0,
-            multiply_by_parameter_scale=False,
-            weight_decay_rate=decay or None,
-            weight_decay_mask=mask,
-        )
+        return optax.adafactor(1.0, multiply_by_parameter_scale=False)
     if config.name == "sgd":
-        return optax.chain(
-            optax.add_decayed_weights(decay, mask=mask), optax.sgd(1.0, momentum=config.beta1)
-        )
+        return optax.sgd(1.0, momentum=config.beta1)
     return contrib.muon(
         1.0,
         beta=config.beta1,
         eps=config.eps,
-        weight_decay=decay,
-        weight_decay_mask=mask,
         adam_b1=config.beta1,
         adam_b2=config.beta2,
-        adam_weight_decay=decay,
         muon_weight_dimension_numbers=jax.tree.map(_muon_dims, infos),
         # Moonlight (Liu et al. 2025): update size like AdamW's, so that learning rates carry over.
         consistent_rms=0.2,

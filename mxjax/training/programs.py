@@ -17,10 +17,7 @@ from mxjax.training.optimizer import build_optimizer
 from mxjax.training.state import TrainState, initial_state, state_shardings
 from mxjax.training.step import build_step
 
-DETERMINISTIC_GPU_OPTIONS = {
-    "xla_gpu_deterministic_ops": True,
-    "xla_gpu_autotune_level": 0,
-}
+DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """No atomics in scatter or reduction, and no choice of kernel by stopwatch."""
 
 
@@ -37,7 +34,7 @@ class Programs:
         self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
         self.replicated = NamedSharding(mesh, REPLICATED)
         abstract = jax.eval_shape(self._initial_state, jax.random.key(0))
-        self.shardings: TrainState = state_shardings(self.objective, self.optimizer, abstract)
+        self.shardings: TrainState = state_shardings(self.objective, abstract)
         self.abstract_state: TrainState = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             abstract,

@@ -46,25 +46,27 @@ def initial_state(
     )
 
 
-def state_shardings(
-    objective: Objective, optimizer: optax.GradientTransformation, abstract: TrainState
-) -> TrainState:
+def state_shardings(objective: Objective, abstract: TrainState) -> TrainState:
     """Sharding of each leaf of a state; `abstract` is its `eval_shape`."""
     mesh = objective.mesh
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), objective.param_specs)
+    known = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(abstract.params),
+            jax.tree.leaves(params),
+            strict=True,
+        )
+    }
 
-    def like_parameter(leaf, parameter, sharding):
-        # Moments have their parameter's shape; Adafactor's factors do not and are small.
-        return sharding if leaf.shape == parameter.shape else replicated
+    def like_parameter(path, leaf):
+        # optax keeps moments in trees like the parameters' tree: their paths end like a
+        # parameter's. Adafactor's factors have smaller shapes than the parameter, and are small.
+        ends = (path[start:] for start in range(len(path)))
+        shape, sharding = next((known[end] for end in ends if end in known), (None, replicated))
+        return sharding if leaf.shape == shape else replicated
 
-    opt_state = optax.tree_map_params(
-        optimizer,
-        like_parameter,
-        abstract.opt_state,
-        abstract.params,
-        params,
-        transform_non_params=lambda _: replicated,
-    )
+    opt_state = jax.tree_util.tree_map_with_path(like_parameter, abstract.opt_state)
     expert_bias = None if abstract.expert_bias is None else replicated
     return TrainState(replicated, params, opt_state, expert_bias, replicated)

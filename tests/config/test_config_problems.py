@@ -52,6 +52,7 @@ BAD = [
     ({"training.compute_dtype": "float32", "model.attention_implementation": "cudnn"}, "model.attention_implementation", '"cudnn"', ["bfloat16", "auto"]),
     ({"model.attention_dropout": "0.1", "model.attention_implementation": "cudnn"}, "model.attention_implementation", '"cudnn"', ["model.attention_dropout", "auto"]),
     ({"parallel.cpu_devices": "1", "model.attention_implementation": "cudnn"}, "model.attention_implementation", '"cudnn"', ["parallel.cpu_devices", "auto"]),
+    ({"training.deterministic": "true", "model.attention_implementation": "cudnn"}, "training.deterministic", "true", ["backward pass", "auto or xla"]),
     ({"model.position_embedding": "learned", "model.rope_scaling": "{kind: linear}"}, "model.rope_scaling", '"linear"', ["learned", "null"]),
     ({"model.rope_scaling": "{low_freq_factor: 4}"}, "model.rope_scaling.low_freq_factor", "4.0", ["less than high_freq_factor (4.0)"]),
     ({"training.seq_length": "8192"}, "training.seq_length", "8192", ["model.max_position_embeddings (4096)", "lower it"]),

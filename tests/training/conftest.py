@@ -1,5 +1,7 @@
 """Small runs of the whole trainer, in this process."""
 
+import dataclasses
+import functools
 import json
 import os
 import signal
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 
 from mxjax.config import load_config
+from mxjax.config.schema import CheckpointConfig, DataConfig, LogConfig
 from mxjax.sharding.mesh import build_mesh
-from mxjax.training.loop import Trainer
+from mxjax.training import loop
+from mxjax.training.programs import Programs
 
-# One file for all runs, because each change of what is compiled costs seconds.
 CONFIG = """
 model:
   num_layers: 2
@@ -27,15 +30,24 @@ optimizer: {lr: 0.01, warmup_steps: 4}
 log: {tensorboard: false, progress_bar: false}
 """
 
-EXPERTS = (
-    "moe.num_experts=8",
-    "moe.moe_ffn_hidden_size=16",
-    "moe.shared_expert_intermediate_size=16",
-    "moe.aux_loss_coeff=0.01",
-    "moe.expert_bias_update_rate=0.001",
-    "moe.capacity_buckets=[]",
-)
-"""Overrides that make the small model a mixture of experts, without buckets."""
+
+class SharedPrograms(Programs):
+    """Programs that outlive the run they were built for: compiling is most of a test's time."""
+
+    def close(self):
+        pass
+
+
+@functools.cache
+def _build_programs(config, mesh):
+    return SharedPrograms(config, mesh)
+
+
+def programs_of(config, mesh):
+    """As `Programs`, but the same for runs that differ only in what programs do not depend on."""
+    data = DataConfig(document_mask=config.data.document_mask)
+    alike = {"run_dir": "", "data": data, "checkpoint": CheckpointConfig(), "log": LogConfig()}
+    return _build_programs(dataclasses.replace(config, **alike), mesh)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +73,9 @@ def make_trainer(config_file):
 
     def make(run_dir, *overrides, devices=1):
         config = load_config(config_file, [f"run_dir={run_dir}", *overrides], lambda _: devices)
-        return Trainer(config, build_mesh(config.parallel, jax.devices()[:devices]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "Programs", programs_of)
+            return loop.Trainer(config, build_mesh(config.parallel, jax.devices()[:devices]))
 
     return make
 

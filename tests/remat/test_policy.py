@@ -1,0 +1,86 @@
+"""Recomputing changes what is kept, never what is computed, and XLA does not undo it."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from mxjax.training.gradients import Objective
+
+ZERO_3 = {"dp": 2, "zero_stage": 3}
+
+
+@pytest.fixture(scope="module")
+def compiled(small_config, mesh_of, packed_batch):
+    """Loss and gradients of the Llama-like model of two layers, compiled."""
+
+    def compile_(policy, scan_layers, parallel):
+        training = {"scan_layers": scan_layers}
+        config = small_config("llama", parallel=parallel, training=training, remat=policy)
+        objective = Objective(config, mesh_of(config))
+        params = jax.tree.map(
+            lambda info, spec: jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=NamedSharding(objective.mesh, spec)
+            ),
+            objective.model.infos,
+            objective.param_specs,
+        )
+        function = jax.jit(objective.loss_and_gradients())
+        return function.lower(params, None, packed_batch(config), jax.random.key(0)).compile()
+
+    return compile_
+
+
+def count(program):
+    """Instructions by kind in the optimised program; a scanned layer is there once."""
+    kinds = re.findall(r"= \S+ (dot|all-gather|reduce-scatter)\(", program.as_text())
+    return collections.Counter(kinds)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "policy"),
+    [("mixtral", {}, "dots"), ("mixtral", {}, "full"), ("llama", ZERO_3, "dots")],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_the_policy(
+    small_config, loss_and_gradients, shape, parallel, policy
+):
+    keep, recompute = (
+        loss_and_gradients(small_config(shape, parallel=parallel, remat=name))
+        for name in ("none", policy)
+    )
+    for got, expected in zip(jax.tree.leaves(recompute), jax.tree.leaves(keep), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_products_that_are_computed_again(compiled, scan_layers):
+    """Of the 7 products of a layer, `dots` repeats the two of attention, whose results grow with
+    the square of the sequence, and `full` all but the last, whose result nobody needs."""
+    programs = {name: compiled(name, scan_layers, {}) for name in ("none", "dots", "full")}
+    copies = 1 if scan_layers else 2
+    # Forward and two backward for each product of layers and head; the embedding's gradient.
+    expected = copies * 3 * 7 + 3 + 1
+    products = {name: count(program)["dot"] for name, program in programs.items()}
+    assert products == {
+        "none": expected,
+        "dots": expected + copies * 2,
+        "full": expected + copies * 6,
+    }
+    memory = {name: p.memory_analysis().temp_size_in_bytes for name, p in programs.items()}
+    assert max(memory["dots"], memory["full"]) < 0.6 * memory["none"]
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_zero_3_gathers_each_matrix_again_in_the_backward_pass(compiled, scan_layers):
+    """Gathered weights do not outlive the layer, even when everything else is kept."""
+    copies = 1 if scan_layers else 2
+    counts = count(compiled("none", scan_layers, ZERO_3))
+    # 5 matrices and 2 norms of a layer; embedding, head and last norm stay gathered. Of the norms'
+    # scales the backward pass may keep a broadcast copy, which is as small.
+    once, matrices = 3 + copies * 7, copies * 5
+    assert once + matrices <= counts["all-gather"] <= once + copies * 7
+    assert counts["reduce-scatter"] == once

@@ -1,0 +1,213 @@
+"""Which collectives a step consists of, read from the compiled program.
+
+On CPU every collective stays as it was written, so each can be accounted for. The compiler for GPUs
+merges and moves them; there the amounts are compared.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+
+from mxjax.config import to_yaml
+from mxjax.training.gradients import Objective
+
+VOCAB = {"vocab_size": 72}
+"""Neither 72 nor half of it is the size of anything else."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    in_layer: bool
+    """In the body of a loop over layers: runs once per layer."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its results on one device."""
+
+
+def collectives(hlo):
+    found, in_entry = [], False
+    for line in hlo.splitlines():
+        if line and not line.startswith(" "):
+            in_entry = line.startswith("ENTRY")
+        match = re.match(
+            r".* = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+            r"(-start)?\(",
+            line,
+        )
+        if match:
+            shapes = [dims(text) for text in re.findall(r"\w+\[([\d,]*)\]", match[1])]
+            if match[3]:  # an asynchronous one lists its operands first
+                shapes = shapes[len(shapes) // 2 :]
+            found.append(Collective(match[2], not in_entry, tuple(shapes)))
+    return found
+
+
+def dims(text):
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def count(found, in_layer):
+    return Counter(c.kind for c in found if c.in_layer == in_layer)
+
+
+def reduced(found):
+    """How often each shape is all-reduced: XLA merges all-reduces of several values."""
+    return Counter(s for c in found if c.kind == "all-reduce" for s in c.shapes)
+
+
+def num_elements(found, kind):
+    return sum(math.prod(shape) for c in found if c.kind == kind for shape in c.shapes)
+
+
+@pytest.fixture(scope="module")
+def compiled_text(mesh_of, packed_batch):
+    """Config -> text of its loss and gradients, compiled for CPU."""
+
+    def compile_(config):
+        objective = Objective(config, mesh_of(config))
+        params = jax.tree.map(
+            lambda info, spec: jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=NamedSharding(objective.mesh, spec)
+            ),
+            objective.model.infos,
+            objective.param_specs,
+        )
+        bias, key = objective.model.initial_expert_bias(), jax.random.key(0)
+        function = jax.jit(objective.loss_and_gradients())
+        return function.lower(params, bias, packed_batch(config), key).compile().as_text()
+
+    return compile_
+
+
+def test_tensor_parallel(small_config, compiled_text):
+    """tp 2 with a sequence-sharded residual stream."""
+    text = compiled_text(small_config("llama", model=VOCAB, parallel={"tp": 2}))
+    found = collectives(text)
+    # Attention and MLP each gather the sequence on entering and reduce-scatter on leaving; in the
+    # backward pass each turns into the other.
+    assert count(found, in_layer=True) == {"all-gather": 4, "reduce-scatter": 4}
+    # The same once for the embedding (which is only left) and the head (only entered).
+    once = count(found, in_layer=False)
+    del once["all-reduce"]
+    assert once == {"all-gather": 2, "reduce-scatter": 2}
+    assert reduced(found) == {
+        (256,): 5,  # tokens: maximum, sum of exponentials, target's logit; two gradients of them
+        (): 4,  # the three losses, needed capacity
+        (2, 32): 2,  # scales of the two norms of both layers
+        (32,): 1,  # scale of the last norm
+    }
+    assert not re.search(r"[\[,]72[\],]", text), "a rank holds the whole vocabulary"
+
+
+def test_zero_1(small_config, compiled_text):
+    """dp 2: one all-gather and one reduce-scatter per parameter leaf, none of them per layer."""
+    found = collectives(compiled_text(small_config("llama", parallel={"dp": 2, "zero_stage": 1})))
+    assert count(found, in_layer=True) == {}
+    once = count(found, in_layer=False)
+    del once["all-reduce"]
+    assert once == {"all-gather": 10, "reduce-scatter": 10}  # 7 of the layers, 2 head, 1 embedding
+    assert reduced(found) == {(): 5}  # number of targets, the three losses, needed capacity
+
+
+def test_expert_parallel_with_zero_3(small_config, compiled_text):
+    """ep 2, all-to-all, all other weights gathered in each layer."""
+    found = collectives(compiled_text(small_config("mixtral", parallel={"ep": 2, "zero_stage": 3})))
+    assert count(found, in_layer=True) == {
+        # Two norms, q, kv, out, router, shared up and down. In the backward pass again, without the
+        # norms' scales. Experts are split over ep and not gathered.
+        "all-gather": 8 + 6,
+        "reduce-scatter": 8,
+        # Rows, experts and weights go, results come back; the same for gradients, without experts.
+        "all-to-all": 4 + 3,
+    }
+    once = count(found, in_layer=False)
+    del once["all-reduce"]
+    assert once == {"all-gather": 3, "reduce-scatter": 3}  # embedding, head, last norm
+    assert reduced(found) == {
+        (): 5,  # number of targets, the three losses, needed capacity
+        (2, 8): 1,  # tokens per layer and expert
+    }
+
+
+@pytest.fixture(scope="session")
+def cuda_compiler(request):
+    """Folder with the compiler for NVIDIA GPUs: 142 MB, fetched once into pytest's cache."""
+    folder = request.config.cache.mkdir(f"cuda_compiler_{jax.__version__}")
+    packages = [f"jax-cuda13-{name}=={jax.__version__}" for name in ("pjrt", "plugin")]
+    if not any(folder.glob("jax_cuda13_plugin*.dist-info")):
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, "--target", folder, *packages], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled_for_h200(cuda_compiler, tmp_path_factory):
+    """Config -> text of its loss and gradients, compiled for H200 GPUs."""
+
+    def compile_(config):
+        folder = tmp_path_factory.mktemp("h200")
+        (folder / "config.yaml").write_text(to_yaml(config))
+        script = Path(__file__).with_name("compile_for_h200.py")
+        arguments = [sys.executable, script, folder / "config.yaml", folder / "program.hlo"]
+        environment = os.environ | {
+            "PYTHONPATH": str(cuda_compiler),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it finds no CUDA libraries
+        }
+        subprocess.run(arguments, env=environment, check=True)
+        return (folder / "program.hlo").read_text()
+
+    return compile_
+
+
+@pytest.mark.parametrize(
+    ("parallel", "scan_layers"),
+    [
+        ({"dp": 2, "zero_stage": 1}, True),
+        ({"dp": 2, "ep": 2, "zero_stage": 3}, False),
+    ],
+    ids=str,
+)
+def test_gpu_program_reduce_scatters_gradients(
+    small_config, mesh_of, compiled_for_h200, parallel, scan_layers
+):
+    """All gradients, and nothing but figures is all-reduced."""
+    config = small_config(
+        "mixtral",
+        model={"num_layers": 1},
+        parallel=parallel,
+        training={"compute_dtype": "bfloat16", "scan_layers": scan_layers},
+    )
+    text = compiled_for_h200(config)
+    assert 'custom_call_target="__cublas' in text or "__triton" in text, "not for a GPU"
+    assert "multimem" not in text, "NVLink multicast"
+    found = collectives(text)
+
+    objective = Objective(config, mesh_of(config))
+    infos, mesh = objective.model.infos, objective.mesh
+
+    def elements(rules, infos):
+        """Elements on one device under these rules."""
+        return sum(
+            math.prod(NamedSharding(mesh, rules.spec(info.axes)).shard_shape(info.shape))
+            for info in jax.tree.leaves(infos)
+        )
+
+    stored, compute = objective.zero.stored, objective.zero.compute
+    assert num_elements(found, "reduce-scatter") == elements(stored, infos)
+    # Tokens per expert; number of targets, three losses, needed capacity.
+    assert num_elements(found, "all-reduce") == config.moe.num_experts + 5
+    gathered = elements(compute, infos)
+    if config.parallel.zero_stage == 3:  # the layer's matrices again in the backward pass
+        layers = jax.tree.leaves(infos["moe_layers"])
+        gathered += elements(compute, [info for info in layers if len(info.shape) > 2])
+    assert num_elements(found, "all-gather") == gathered
