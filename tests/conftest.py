@@ -149,11 +149,11 @@ def packed_batch():
 
 
 @pytest.fixture(scope="session")
-def random_params():
-    """(`Transformer.infos`, seed) -> parameters (numpy) that leave nothing at zero, as biases are
-    initially, and no router without a clear choice."""
+def random_weights():
+    """(`Transformer`, seed) -> (parameters, balancing bias or None) as numpy arrays that leave
+    nothing at zero, as biases are initially, and no router without a clear choice."""
 
-    def make(infos, seed=0):
+    def make(model, seed=0):
         rng = np.random.default_rng(seed)
 
         def draw(path, info):
@@ -161,27 +161,28 @@ def random_params():
             value = rng.normal(size=info.shape) * (0.5 if "router" in name else 0.1)
             return (value + ("scale" in name)).astype(info.dtype)
 
-        return jax.tree_util.tree_map_with_path(draw, infos)
+        params = jax.tree_util.tree_map_with_path(draw, model.infos)
+        shape = (model.num_moe_layers, model.moe.num_experts)
+        bias = rng.normal(0, 0.1, shape).astype(np.float32)
+        return params, bias if model.num_moe_layers else None
 
     return make
 
 
 @pytest.fixture(scope="session")
-def loss_and_gradients(mesh_of, packed_batch, random_params):
+def loss_and_gradients(mesh_of, packed_batch, random_weights):
     """Config -> (gradients, statistics) as numpy arrays, for the same parameters and batch under
     every layout. Remembers its results, so that tests share the one-device reference."""
 
     @functools.cache
     def run(config):
         objective = Objective(config, mesh_of(config))
+        params, bias = random_weights(objective.model)
         params = jax.tree.map(
             lambda value, spec: jax.device_put(value, NamedSharding(objective.mesh, spec)),
-            random_params(objective.model.infos),
+            params,
             objective.param_specs,
         )
-        bias = objective.model.initial_expert_bias()
-        if bias is not None:
-            bias = np.random.default_rng(2).normal(0, 0.1, bias.shape).astype(np.float32)
         function = jax.jit(objective.loss_and_gradients())
         return jax.device_get(function(params, bias, packed_batch(config), jax.random.key(1)))
 

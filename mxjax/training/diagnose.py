@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.models.parts import Params
 from mxjax.training.gradients import Batch
+from mxjax.training.optimizer import global_norm
 from mxjax.training.programs import Programs
 from mxjax.training.state import TrainState
 
@@ -15,52 +19,50 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient that is NaN or infinite."""
 
 
-def where_nonfinite(programs: Programs, capacity_factor: float, state: TrainState, batch: Batch):
+def where_nonfinite(
+    programs: Programs, capacity_factor: float, state: TrainState, batch: Batch
+) -> str:
     """Describe the first value that is not finite: a parameter, a layer's output, a gradient.
 
     Runs the batch again, forward and then backward, with the state before the step.
     """
-    if place := _first_broken(_finite_layers(state.params)):
+    model = programs.objective.model
+    for place in _broken(programs, state.params):
         return f"parameter {place}"
     key = jax.random.fold_in(jax.random.key(programs.config.training.seed), state.step)
     evaluate = programs.evaluation(capacity_factor)
     stats, finite = evaluate(state.params, state.expert_bias, batch, key)
-    first = 0
-    for group in finite.values():
-        broken = np.flatnonzero(~np.asarray(group))
-        if broken.size:
-            return f"output of layer {first + broken[0]}"
-        first += group.shape[0]
+    layers = np.concatenate([np.asarray(finite[group]) for group in model.layer_groups])
+    if not layers.all():
+        return f"output of layer {np.argmin(layers)}"
     if not np.isfinite(stats.loss):
         return "the head or the loss"
     gradient = jax.jit(programs.objective.loss_and_gradients())
     grads, _ = gradient(state.params, state.expert_bias, batch, key)
-    # The backward pass runs from the last layer to the first: the last broken one broke first.
-    place = _first_broken(_finite_layers(grads), last_layer=True)
-    return f"gradient of {place}" if place else "nothing on a second try: not reproducible"
+    if broken := list(_broken(programs, grads)):
+        return f"gradient of {broken[-1]}"  # the backward pass ends where the forward pass begins
+    if not np.isfinite(jax.jit(global_norm)(grads)):
+        return "the gradient's norm; each value is finite, their squares add up to infinity"
+    return "nothing on a second try: not reproducible"
 
 
-def _finite_layers(tree) -> dict:
-    """For each leaf, which layers (or the whole leaf) are finite; small and on all processes."""
+def _broken(programs: Programs, tree: Params) -> Iterator[str]:
+    """Names of parameters that are not finite, in the order of the forward pass."""
 
     def finite(path, leaf):
-        stacked = "layers" in jax.tree_util.keystr(path[:1])
-        dims = tuple(range(1 if stacked else 0, leaf.ndim))
-        return jnp.all(jnp.isfinite(leaf), axis=dims)
+        stacked = programs.objective.model.parts[path[0].key].num_layers is not None
+        return jnp.all(jnp.isfinite(leaf), axis=tuple(range(1 if stacked else 0, leaf.ndim)))
 
-    check = jax.jit(lambda t: jax.tree_util.tree_map_with_path(finite, t))
-    return check(tree)
-
-
-def _first_broken(flags, last_layer: bool = False) -> str | None:
-    found: list[tuple[int, str]] = []
-    for path, flag in jax.tree_util.tree_leaves_with_path(flags):
-        broken = np.flatnonzero(~np.atleast_1d(np.asarray(flag)))
-        if broken.size:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            layer = int(broken[-1] if last_layer else broken[0])
-            where = f"{name} (layer {layer} of its group)" if flag.ndim else name
-            found.append((layer, where))
-    if not found:
-        return None
-    return (max if last_layer else min)(found)[1]
+    check = jax.jit(
+        lambda tree: jax.tree_util.tree_map_with_path(finite, tree),
+        out_shardings=programs.replicated,
+    )
+    flags, first_layer = jax.device_get(check(tree)), 0
+    for name, part in programs.objective.model.parts.items():
+        for layer in range(part.num_layers or 1):
+            for path, flag in jax.tree_util.tree_leaves_with_path(flags[name]):
+                if not flag.flat[layer]:
+                    leaf = jax.tree_util.keystr(path, simple=True, separator=".")
+                    where = f" of layer {first_layer + layer}" if part.num_layers else ""
+                    yield f"{name}.{leaf}{where}"
+        first_layer += part.num_layers or 0

@@ -187,6 +187,7 @@ class Trainer:
         # A stopped run has not touched the state since; a skipping one has moved on at most in its
         # step count, which only changes dropout.
         place = where_nonfinite(self.programs, done.bucket, self.state, done.batch)
+        self.store.wait()
         raise NonFiniteError(
             f"{what}. First value that is not finite: {place}. The state before this step is "
             "good: resume from the last checkpoint with a lower optimizer.lr, or go on past such "

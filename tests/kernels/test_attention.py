@@ -1,4 +1,4 @@
-"""Causal attention against loops in float64."""
+"""Attention against loops in float64, and which implementation runs."""
 
 import jax
 import jax.numpy as jnp
@@ -7,66 +7,126 @@ import pytest
 
 from mxjax.kernels.attention import causal_attention
 
-B, S, D = 2, 11, 8
+B, S, N, D = 2, 9, 4, 8
 
 
-def loops(q, k, v, segments):
-    """Token by token, head by head."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    N, G = q.shape[2], k.shape[2]
+def reference(q, k, v, segments):
+    """One query at a time."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
-    for b in range(B):
-        for n in range(N):
-            g = n // (N // G)
-            for s in range(S):
-                seen = [t for t in range(s + 1) if segments[b, t] == segments[b, s]]
-                scores = np.array([q[b, s, n] @ k[b, t, g] for t in seen]) / np.sqrt(D)
-                weights = np.exp(scores - scores.max())
-                weights /= weights.sum()
-                out[b, s, n] = sum(w * v[b, t, g] for w, t in zip(weights, seen, strict=True))
+    group_size = q.shape[2] // k.shape[2]
+    for b, s, n in np.ndindex(q.shape[:3]):
+        seen = [t for t in range(s + 1) if segments[b, t] == segments[b, s]]
+        scores = k[b, seen, n // group_size] @ q[b, s, n] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[b, s, n] = weights @ v[b, seen, n // group_size] / weights.sum()
     return out
 
 
-def inputs(heads, groups):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(B, S, heads, D), (B, S, groups, D), (B, S, groups, D)]
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+def sample(groups, heads=N):
+    rng = np.random.default_rng(groups)
+    q = rng.normal(size=(B, S, heads, D)).astype(np.float32)
+    k, v = rng.normal(size=(2, B, S, groups, D)).astype(np.float32)
+    segments = np.sort(rng.integers(1, 4, (B, S)), axis=1).astype(np.int32)
+    segments[1, -3:] = 0  # padding
+    return q, k, v, segments
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_equals_loops(groups):
-    """Multi-query, grouped-query and full multi-head attention."""
-    q, k, v = inputs(4, groups)
-    got = causal_attention(q, k, v)
-    np.testing.assert_allclose(got, loops(q, k, v, np.zeros((B, S))), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("groups", [4, 2, 1], ids=["multi-head", "grouped", "multi-query"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_xla_equals_loops(groups, packed):
+    q, k, v, segments = sample(groups)
+    got = causal_attention(q, k, v, segment_ids_BS=segments if packed else None)
+    expected = reference(q, k, v, segments if packed else np.ones((B, S)))
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_documents_do_not_see_each_other():
-    segments = np.sort(np.random.default_rng(0).integers(0, 4, (B, S)), axis=1)
-    q, k, v = inputs(4, 2)
-    got = causal_attention(q, k, v, segment_ids_BS=jnp.asarray(segments))
-    np.testing.assert_allclose(got, loops(q, k, v, segments), rtol=1e-5, atol=1e-6)
+def test_xla_gradient_equals_finite_differences():
+    """Of the loops, in random directions."""
+    q, k, v, segments = sample(groups=2)
+    rng = np.random.default_rng(1)
+    weight = rng.normal(size=q.shape)
+
+    def loss(q, k, v):
+        return jnp.sum(weight * causal_attention(q, k, v, segment_ids_BS=segments))
+
+    grads = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    for i in range(3):
+        direction = rng.normal(size=(q, k, v)[i].shape)
+        values = []
+        for sign in (1, -1):
+            moved = [
+                x + (sign * 1e-5 * direction if j == i else 0) for j, x in enumerate((q, k, v))
+            ]
+            values.append(np.sum(weight * reference(*moved, segments)))
+        slope = (values[0] - values[1]) / 2e-5
+        np.testing.assert_allclose(np.sum(grads[i] * direction), slope, rtol=1e-4)
 
 
-def test_gradient_flows_only_within_a_document():
-    segments = jnp.asarray(np.repeat([[0] * 5 + [1] * 6], B, axis=0))
-    q, k, v = inputs(2, 2)
-    grad = jax.grad(lambda v: jnp.sum(causal_attention(q, k, v, segment_ids_BS=segments)[:, 5:]))(v)
-    assert not np.any(np.asarray(grad)[:, :5])
-    assert np.all(np.any(np.asarray(grad)[:, 5:] != 0, axis=(0, 2, 3)))
+def test_dropout_keeps_the_expectation_and_follows_its_key():
+    q, k, v, segments = sample(groups=2)
+
+    def attend(key, rate=0.4):
+        return causal_attention(
+            q, k, v, segment_ids_BS=segments, dropout_rate=rate, dropout_key=key
+        )
+
+    exact = attend(None)
+    first, other = attend(jax.random.key(0)), attend(jax.random.key(1))
+    assert jnp.array_equal(first, attend(jax.random.key(0)))
+    assert not jnp.allclose(first, other)
+    assert jnp.array_equal(attend(jax.random.key(0), rate=0.0), exact)
+    many = jax.vmap(attend)(jax.random.split(jax.random.key(2), 4000))
+    deviation = np.std(many, axis=0) / np.sqrt(4000)
+    assert np.max(np.abs(np.mean(many, axis=0) - exact) / (deviation + 1e-6)) < 5
 
 
-def test_dropout_follows_its_key_and_keeps_the_mean():
-    q, k, v = inputs(2, 2)
-    drop = jax.jit(lambda key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
-    keys = jax.random.split(jax.random.key(1), 2000)
-    np.testing.assert_array_equal(drop(keys[0]), drop(keys[0]))
-    assert np.any(drop(keys[0]) != drop(keys[1]))
-    mean = jnp.mean(jax.vmap(drop)(keys), axis=0)
-    # 2000 draws of values of size ~1: standard error about 0.02.
-    np.testing.assert_allclose(mean, causal_attention(q, k, v), atol=0.12)
+@pytest.fixture
+def gpu(monkeypatch):
+    """As on a machine with an NVIDIA GPU; returns the calls that reach cuDNN."""
+    calls = []
+
+    def cudnn(q, k, v, **options):
+        calls.append(options)
+        return q
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    return calls
 
 
-def test_a_named_implementation_that_cannot_run_says_why():
-    with pytest.raises(ValueError, match=r"cudnn cannot run here: no NVIDIA GPU; use auto"):
-        causal_attention(*inputs(2, 2), implementation="cudnn")
+def test_cudnn_on_cpu_is_an_error():
+    q, k, v, _ = sample(groups=2)
+    with pytest.raises(ValueError, match=r"attention_implementation: cudnn .* no NVIDIA GPU"):
+        causal_attention(q, k, v, implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "dropout", "message"),
+    [
+        (jnp.float32, 8, 0.0, "16 bits, not float32"),
+        (jnp.bfloat16, 12, 0.0, "head_dim 12"),
+        (jnp.bfloat16, 264, 0.0, "head_dim 264"),
+        (jnp.bfloat16, 8, 0.1, "attention dropout"),
+    ],
+)
+def test_cudnn_that_cannot_run_is_an_error(gpu, dtype, head_dim, dropout, message):
+    x = jnp.zeros((1, 4, 2, head_dim), dtype)
+    options = {"dropout_rate": dropout, "dropout_key": jax.random.key(0)}
+    with pytest.raises(ValueError, match=message):
+        causal_attention(x, x, x, implementation="cudnn", **options)
+    causal_attention(x, x, x, **options)
+    assert not gpu, "`auto` took cuDNN"
+
+
+def test_auto_takes_cudnn_where_it_can_run(gpu):
+    x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    segments = jnp.asarray([[1, 1, 2, 2]])
+    causal_attention(x, x, x, segment_ids_BS=segments)
+    causal_attention(x, x, x)
+    packed, plain = gpu
+    assert packed["is_causal"]
+    assert plain["is_causal"]
+    assert plain["mask"] is None
+    same = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
+    np.testing.assert_array_equal(packed["mask"], same[None, None])

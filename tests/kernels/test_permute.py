@@ -73,3 +73,14 @@ def test_gradients_have_no_scatter_of_rows():
     jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones((T, H)), jnp.ones((T, K))))
     assert "gather" in jaxpr
     assert "scatter" not in jaxpr
+
+
+def test_rows_may_have_more_choices_than_there_are_groups():
+    """As in the all-to-all dispatcher: four experts of a token on two ranks, repeats taken out."""
+    group_TK = jnp.array([[0, -1, 1, -1], [-1, -1, -1, 1], [-1, -1, -1, -1], [1, 0, -1, -1]])
+    plan = plan_permute(group_TK, num_groups=2, capacity=3)
+    x = jnp.arange(1.0, 5.0)[:, None]
+    np.testing.assert_array_equal(permute(x, plan)[..., 0], [[1, 4, 0], [1, 2, 4]])
+    np.testing.assert_array_equal(plan.counts_G, [2, 3])
+    back = unpermute(permute(x, plan), jnp.ones(group_TK.shape), plan)
+    np.testing.assert_array_equal(back, x * jnp.array([[2], [1], [0], [2]]))

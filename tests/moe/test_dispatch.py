@@ -118,6 +118,20 @@ def test_the_largest_bucket_holds_any_routing(dispatcher):
     assert needed == pytest.approx(E / K)
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_bucket_that_fits_changes_nothing(dispatcher):
+    """Buffers smaller than those that hold any routing, but large enough for this one."""
+    moe = dataclasses.replace(MOE, dispatcher=dispatcher)
+    layout = ParallelConfig(dp=1, ep=2)
+    whole, needed, whole_grads = run(moe, layout)
+    assert needed < 2.0 < E / K
+    out, same, grads = run(moe, layout, capacity_factor=2.0)
+    assert same == needed
+    np.testing.assert_allclose(out, whole, rtol=1e-6, atol=1e-6)
+    for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(whole_grads), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
+
+
 def test_a_small_bucket_reports_exactly_what_it_would_have_needed():
     """The need is that of the routing, whatever the bucket, and above the bucket if it overflows."""
     bias = np.where(np.arange(E) < K, 100.0, 0.0)

@@ -45,9 +45,17 @@ def _build_programs(config, mesh):
 
 def programs_of(config, mesh):
     """As `Programs`, but the same for runs that differ only in what programs do not depend on."""
-    data = DataConfig(document_mask=config.data.document_mask)
-    alike = {"run_dir": "", "data": data, "checkpoint": CheckpointConfig(), "log": LogConfig()}
-    return _build_programs(dataclasses.replace(config, **alike), mesh)
+    no_matter = {"eval_interval": 0, "eval_batches": 8, "max_skipped_steps": 10}
+    alike = dataclasses.replace(
+        config,
+        run_dir="",
+        moe=dataclasses.replace(config.moe, capacity_buckets=()),
+        training=dataclasses.replace(config.training, **no_matter),
+        data=DataConfig(document_mask=config.data.document_mask),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+    )
+    return _build_programs(alike, mesh)
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +76,18 @@ def sums(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def moe():
+    """Overrides that give the small model experts, with buffers that hold any routing."""
+    return (
+        "moe.num_experts=8",
+        "moe.moe_ffn_hidden_size=16",
+        "moe.aux_loss_coeff=0.01",
+        "moe.expert_bias_update_rate=0.001",
+        "moe.capacity_buckets=[]",
+    )
+
+
+@pytest.fixture(scope="session")
 def make_trainer(config_file):
     """(run_dir, overrides, devices) -> Trainer on the first so many devices."""
 
@@ -82,18 +102,27 @@ def make_trainer(config_file):
 
 @pytest.fixture(scope="session")
 def train(make_trainer):
-    """Run to the end, or, with `sigterm_at`, until that step has brought a SIGTERM."""
+    """Run to the end, or, with `sigterm_at`, until that step has brought a SIGTERM. `watch` is
+    called with (trainer, step, batch) before each step is sent off; the trainer that is returned
+    has in `sent` what was."""
 
-    def run(run_dir, *overrides, devices=1, sigterm_at=None):
+    def run(run_dir, *overrides, devices=1, sigterm_at=None, watch=None):
         trainer = make_trainer(run_dir, *overrides, devices=devices)
-        record = trainer._record
+        record, dispatch = trainer._record, trainer._dispatch
 
         def record_and_signal(done, result):
             record(done, result)
             if done.step == sigterm_at:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        trainer._record = record_and_signal
+        def watch_and_dispatch(step, batch):
+            if watch:
+                watch(trainer, step, batch)
+            dispatch(step, batch)
+            trainer.sent.append(trainer.pending[-1])
+
+        trainer.sent = []
+        trainer._record, trainer._dispatch = record_and_signal, watch_and_dispatch
         trainer.run()
         return trainer
 

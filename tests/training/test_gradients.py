@@ -3,11 +3,7 @@
 `test_gradients_moe.py` has the models with experts.
 """
 
-import jax
-import numpy as np
 import pytest
-
-from mxjax.training.gradients import Objective
 
 TWO = {"num_microbatches": 2}
 UNROLLED = {"scan_layers": False}

@@ -4,7 +4,11 @@ The models have a shared expert, all router losses and a balancing bias. Router 
 a microbatch, so the one device runs the same number of microbatches.
 """
 
+import jax
+import numpy as np
 import pytest
+
+from mxjax.training.gradients import Objective
 
 TWO = {"num_microbatches": 2}
 UNROLLED = {"scan_layers": False}
@@ -62,3 +66,17 @@ def test_deepseek(small_config, assert_parity, dispatcher, parallel, training):
     """Sigmoid scores, and a dense layer before the one with experts."""
     moe = {"dispatcher": dispatcher}
     assert_parity(small_config("deepseek", moe=moe, parallel=parallel, training=training))
+
+
+def test_evaluation_reports_the_loss_that_training_does(
+    small_config, mesh_of, packed_batch, random_weights, loss_and_gradients
+):
+    """Without dropout. All figures, over two microbatches, and every layer's output is finite."""
+    config = small_config("mixtral", training=TWO)
+    objective = Objective(config, mesh_of(config))
+    params, bias = random_weights(objective.model)
+    evaluate = jax.jit(objective.evaluate())
+    stats, finite = evaluate(params, bias, packed_batch(config), jax.random.key(0))
+    _, expected = loss_and_gradients(config)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), stats, expected)
+    np.testing.assert_array_equal(finite["moe_layers"], [True, True])
