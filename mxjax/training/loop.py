@@ -87,6 +87,8 @@ class Trainer:
         if self.start_step >= training.num_steps:
             say(f"nothing to do: step {self.start_step} is done; raise training.num_steps")
             self._end(self.start_step)
+            self.loader.close()
+            self.store.close()
             return
         self._write_config()
         alone = jax.process_count() == 1

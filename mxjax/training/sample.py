@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mxjax.sharding.mesh import BATCH_AXES
 from mxjax.training.gradients import REPLICATED, Objective
@@ -42,7 +44,7 @@ def greedy_sample(
         )
     )
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, REPLICATED))
     def extend(params, expert_bias, tokens_S, length):
         tokens_BS = jnp.broadcast_to(tokens_S, (rows, seq_length))
         best = predict(params, expert_bias, tokens_BS)[0, length - 1]
