@@ -10,6 +10,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from mxjax.config import Config, ConfigError, ParallelConfig, load_config, to_yaml
 
@@ -73,6 +75,7 @@ def check_processes(arguments: argparse.Namespace) -> str | None:
 
 def run(config: Config) -> None:
     """Train as configured. JAX is set up already."""
+    config = replace(config, run_dir=str(Path(config.run_dir).expanduser()))
     from mxjax.sharding.mesh import build_mesh
     from mxjax.training.loop import Trainer
 
@@ -97,12 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mxjax.ckpt.store import CheckpointError
     from mxjax.data import DataError
     from mxjax.training.diagnose import NonFiniteError
+    from mxjax.training.run_dir import RunDirError
 
     try:
         run(config)
     except DataError as error:
         return report(error, 2)
-    except (CheckpointError, NonFiniteError) as error:
+    except (CheckpointError, NonFiniteError, RunDirError) as error:
         return report(error, 1)
     return 0
 

@@ -195,7 +195,7 @@ class CheckpointStore:
         if step is None:
             return self.latest_step()
         later = [other for other in self._require(step) if other > step]
-        if later and self._writable:
+        if later:
             aside = f"{self.directory}.after_{step}"
             moved = " ".join(str(self.directory / str(other)) for other in later)
             raise CheckpointRestoreError(

@@ -500,3 +500,5 @@ def sample_fits_in_a_sequence(c: Config) -> Findings:
 def run_dir_is_named(c: Config) -> Findings:
     if not c.run_dir.strip():
         yield "run_dir", "must name a folder, such as runs/default"
+    elif "://" in c.run_dir:
+        yield "run_dir", "must be a folder; mount the remote storage and name its folder"

@@ -340,7 +340,8 @@ class Config:
     """One run."""
 
     run_dir: str = "runs/default"
-    """Folder of everything that the run writes; running again resumes from it."""
+    """Folder of everything that the run writes, on a mounted file system; running again resumes
+    from it. `~` is the home folder."""
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -27,12 +27,14 @@ from mxjax.training.flops import parameter_counts
 from mxjax.training.metrics import MetricsLogger, StepRecord, Throughput, peak_memory_bytes
 from mxjax.training.profiler import StepProfiler
 from mxjax.training.programs import Programs
+from mxjax.training.run_dir import claim, write_config
 from mxjax.training.sample import greedy_sample
 from mxjax.training.state import TrainState
 from mxjax.training.step import StepResult
 
 RUN_AHEAD = 1
-"""Steps sent off before the result of an earlier one is read: hides the host's work."""
+"""Steps sent off before the result of an earlier one is read: hides the host's work. Not under
+`nonfinite: skip`, where the next step would change the state that a bad one is explained with."""
 
 
 @dataclass(frozen=True)
@@ -51,52 +53,61 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.run_dir = Path(config.run_dir)
+        self.run_ahead = 0 if config.training.nonfinite == "skip" else RUN_AHEAD
         self.programs = Programs(config, mesh)
         training = config.training
         self.data = build_data(
             config.data, training.seq_length, config.model.vocab_size, training.seed
         )
         _require_same_data(self.data.train.fingerprint)
+        self.lock = claim(self.run_dir)
         self.buckets = BucketChooser(config.moe.capacity_buckets)
         self.store = CheckpointStore(self.run_dir, config.checkpoint)
-        self.state, self.start_step, next_sample, fits = self._restore_or_create()
+        self.state, self.start_step, metadata = self._restore_or_create()
         self.loader = BatchLoader(
             self.data.train,
             global_batch_size=training.global_batch_size,
             num_microbatches=training.num_microbatches,
             sharding=self.programs.batch_sharding,
-            start=next_sample,
+            start=metadata.get("next_sample_index", 0),
             num_threads=config.data.num_threads,
             prefetch=config.data.prefetch,
         )
         self.throughput = Throughput.of(config.model, config.moe, training, list(mesh.devices.flat))
         self.profiler = StepProfiler(self.run_dir, config.log.profile_steps)
         self.pending: deque[Dispatched] = deque()
-        self.fits: deque[tuple[int, float]] = deque(fits)
+        self.fits: deque[tuple[int, float]] = deque(metadata.get("fits", []))
         self.saved_step = self.start_step
-        self.skipped_steps = self.skipped_in_a_row = 0
+        self.skipped_steps, self.skipped_in_a_row = metadata.get("skipped", (0, 0))
+        self.last_step = self._last_step()
         self.stop_requested = False
-        self.ended_early: str | None = None
 
     # -- the run ---------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train to the last step, the end of the data, or SIGTERM."""
-        training = self.config.training
         self._announce()
-        if self.start_step >= training.num_steps:
-            say(f"nothing to do: step {self.start_step} is done; raise training.num_steps")
-            self._end(self.start_step)
-            self.loader.close()
+        last = self.start_step
+        try:
+            if self.start_step < self.last_step:
+                last = self._train()
+            else:
+                say(f"nothing to do: step {last} is done")
+            self._end(last)
             self.store.close()
-            return
-        self._write_config()
+        finally:
+            self.loader.close()
+            self.programs.close()
+            if self.lock:
+                self.lock.close()
+
+    def _train(self) -> int:
+        """Steps, with what must be open meanwhile; returns the last step done."""
+        write_config(self.config, self.run_dir)
         alone = jax.process_count() == 1
         if alone:  # else JAX's preemption service has the signal, see `_should_stop`
             previous = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self.logger = MetricsLogger(
-            self.run_dir, self.config.log, training.num_steps, self.start_step
-        )
+        self.logger = MetricsLogger(self.run_dir, self.config.log, self.last_step, self.start_step)
         try:
             last = self._steps()
             self._save(last, final=True)
@@ -106,38 +117,29 @@ class Trainer:
                 signal.signal(signal.SIGTERM, previous)
             self.logger.close()
             self.profiler.close()
-            self.loader.close()
-            self.programs.close()
-        self._end(last)
-        self.store.close()
+        return last
 
     def _steps(self) -> int:
         """Returns the last step done."""
         self.programs.step(self.buckets.current)
         self.programs.prepare(self._overflow_bucket())
         self.clock = time.perf_counter()
-        for step in range(self.start_step + 1, self.config.training.num_steps + 1):
+        for step in range(self.start_step + 1, self.last_step + 1):
             if self._should_stop(step):
                 return step - 1
-            try:
-                batch = next(self.loader)
-            except StopIteration:
-                self._settle_all()
-                self.ended_early = "the data ended (data.num_epochs)"
-                return step - 1
             self.profiler.before_step(step)
-            self._dispatch(step, batch)
-            while len(self.pending) > (0 if self._is_boundary(step) else RUN_AHEAD):
+            self._dispatch(step, next(self.loader))
+            while len(self.pending) > (0 if self._is_boundary(step) else self.run_ahead):
                 self._settle()
             self.profiler.after_step(step)
             self.store.check()
             self._save(step)
-        return self.config.training.num_steps
+        return self.last_step
 
     def _dispatch(self, step: int, batch: dict[str, jax.Array]) -> None:
         # The bucket follows from the steps that have settled under full run-ahead, even where later
         # ones have too (after a save, a resume, an evaluation): its size can change the last bits.
-        while self.fits and self.fits[0][0] < step - RUN_AHEAD:
+        while self.fits and self.fits[0][0] < step - self.run_ahead:
             self.buckets.fitted(self.fits.popleft()[1])
         bucket = self.buckets.current
         self.state, result = self.programs.step(bucket)(self.state, batch)
@@ -186,8 +188,7 @@ class Trainer:
                 say(f"{what}: update skipped")
                 return
             what += f", after {training.max_skipped_steps} skipped steps in a row"
-        # A stopped run has not touched the state since; a skipping one has moved on at most in its
-        # step count, which only changes dropout.
+        # The state is the one before this step: a skipping run has only moved on its step count.
         place = where_nonfinite(self.programs, done.bucket, self.state, done.batch)
         self.store.wait()
         raise NonFiniteError(
@@ -241,7 +242,7 @@ class Trainer:
             for bucket in self.buckets.buckets[self.buckets.buckets.index(self.buckets.current) :]:
                 evaluate = self.programs.evaluation(bucket)
                 stats, _ = evaluate(self.state.params, self.state.expert_bias, batch, key)
-                if float(stats.needed_capacity) <= bucket:
+                if float(stats.needed_capacity) <= np.float32(bucket):
                     break
             total += float(stats.loss) * float(stats.num_targets)
             targets += float(stats.num_targets)
@@ -260,17 +261,18 @@ class Trainer:
             "data": self.data.train.fingerprint,
             "buckets": self.buckets.as_dict(),
             "fits": list(self.fits),
+            "skipped": [self.skipped_steps, self.skipped_in_a_row],
             "mesh": {axis: getattr(self.config.parallel, axis) for axis in AXES},
             "version": mxjax.__version__,
             "config": to_yaml(self.config),
         }
         self.store.save(step, self.state, metadata)
 
-    def _restore_or_create(self) -> tuple[TrainState, int, int, list[list[float]]]:
-        """State, steps done, index of the next sample, `fits`."""
+    def _restore_or_create(self) -> tuple[TrainState, int, dict[str, Any]]:
+        """State, steps done, and the checkpoint's metadata (empty for a fresh start)."""
         step = self.store.resume_step()
         if step is None:
-            return self.programs.create_state(), 0, 0, []
+            return self.programs.create_state(), 0, {}
         state, metadata = self.store.restore(self.programs.abstract_state, step)
         if metadata["data"] != self.data.train.fingerprint:
             raise CheckpointError(
@@ -279,7 +281,7 @@ class Trainer:
                 "and leave out samples. Restore the data settings, or start a new run_dir."
             )
         self.buckets.restore(metadata["buckets"])
-        return state, step, metadata["next_sample_index"], metadata["fits"]
+        return state, step, metadata
 
     # -- when ------------------------------------------------------------------------------------
 
@@ -287,14 +289,14 @@ class Trainer:
         training = self.config.training
         if not training.eval_interval:
             return False
-        return step % training.eval_interval == 0 or step == training.num_steps
+        return step % training.eval_interval == 0 or step == self.last_step
 
     def _is_boundary(self, step: int) -> bool:
         """Whether this step must have settled before the next one is sent off."""
         interval = self.config.checkpoint.save_interval
         profiled = self.config.log.profile_steps or ()
         return bool(
-            step == self.config.training.num_steps
+            step == self.last_step
             or self._is_evaluation(step)
             or (interval and step % interval == 0)
             or step in profiled
@@ -306,13 +308,23 @@ class Trainer:
             # All processes agree on the step; JAX's own service has caught the signal.
             self.stop_requested |= multihost_utils.reached_preemption_sync_point(step)
         if self.stop_requested:
-            self._settle_all()
-            self.ended_early = "SIGTERM"
+            while self.pending:
+                self._settle()
         return self.stop_requested
 
-    def _settle_all(self) -> None:
-        while self.pending:
-            self._settle()
+    def _last_step(self) -> int:
+        """`training.num_steps`, or the last step for which there are data."""
+        num_steps, samples = self.config.training.num_steps, self.data.train.num_samples
+        if samples is None:
+            return num_steps
+        batch = self.config.training.global_batch_size
+        left = (samples - self.loader.next_sample_index) // batch
+        if self.start_step + left == 0:
+            raise DataError(
+                f"data.num_epochs: {samples} samples are less than one batch of "
+                f"training.global_batch_size ({batch}); lower that or raise data.num_epochs"
+            )
+        return min(num_steps, self.start_step + left)
 
     def _on_sigterm(self, *_: Any) -> None:
         self.stop_requested = True
@@ -332,14 +344,9 @@ class Trainer:
         if self.start_step:
             say(f"resuming after step {self.start_step} of {config.training.num_steps}")
 
-    def _write_config(self) -> None:
-        if jax.process_index() == 0:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
-
     def _end(self, step: int) -> None:
         log = self.config.log
-        if log.sample_tokens:
+        if log.sample_tokens and not self.stop_requested:  # SIGTERM leaves no time for it
             tokenizer = self.data.tokenizer
             tokens = greedy_sample(
                 self.programs.objective,
@@ -349,12 +356,22 @@ class Trainer:
                 self.config.training.seq_length,
             )
             say(f"sample: {log.sample_prompt}{tokenizer.decode(tokens)}")
-        why = f" early: {self.ended_early}" if self.ended_early else ""
+        early = step < self.config.training.num_steps
+        cause = "SIGTERM" if self.stop_requested else "the data ended (data.num_epochs)"
+        why = f" early: {cause}" if early else ""
         say(f"ended{why} after step {step}; everything is in {self.run_dir}")
-        if self.config.checkpoint.save_interval:
-            say("to go on: run the same command again, with a larger training.num_steps if done")
-        elif self.ended_early:
-            say("nothing was saved: checkpoint.save_interval is 0")
+        if not self.config.checkpoint.save_interval:
+            if early:
+                say("nothing was saved: checkpoint.save_interval is 0")
+            return
+        change = ""
+        if not early:
+            change = " with a larger training.num_steps"
+        elif not self.stop_requested:
+            change = " with a larger data.num_epochs"
+        if self.config.checkpoint.restore_step is not None:
+            change += ", without checkpoint.restore_step"
+        say(f"to go on: run the same command again{change}")
 
 
 def _require_same_data(fingerprint: str) -> None:

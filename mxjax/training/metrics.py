@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from mxjax.config.schema import LogConfig, ModelConfig, MoEConfig, TrainingConfig
 from mxjax.training.flops import model_flops_per_token, peak_flops
+from mxjax.training.run_dir import RunDirError
 
 _TENSORBOARD_FLUSH_SECONDS = 10  # tensorboardX's flush waits for the disk: too slow for each step
 
@@ -170,7 +171,7 @@ class MetricsLogger:
         earlier run recorded after it goes, since those steps run again.
 
         Raises:
-            RuntimeError: a file cannot be written.
+            RunDirError: a file cannot be written.
         """
         self._active = jax.process_index() == 0
         if not self._active:
@@ -197,7 +198,7 @@ class MetricsLogger:
         """Records one step, and prints it if it is due, has an evaluation or is the last.
 
         Raises:
-            RuntimeError: a file cannot be written, as on a full disk.
+            RunDirError: a file cannot be written, as on a full disk.
         """
         if not self._active:
             return
@@ -229,7 +230,9 @@ class _JsonLines:
         self._path = path
         with _clear_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
+            if path.exists() and path.stat().st_size and start_step == 0:
+                _set_aside(path)
+            elif path.exists():
                 _keep_steps(path, start_step)
             self._file = path.open("ab", buffering=0)
 
@@ -242,6 +245,15 @@ class _JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _set_aside(path: Path) -> None:
+    """Keeps what another run has recorded here: a fresh one does not continue it."""
+    number = 1
+    while (aside := path.with_name(f"metrics.{number}.jsonl")).exists():
+        number += 1
+    path.rename(aside)
+    print(f"{path} was of an earlier run: moved to {aside.name}")
 
 
 def _keep_steps(path: Path, last_step: int) -> None:
@@ -321,7 +333,7 @@ def _clear_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RuntimeError(
+        raise RunDirError(
             f"cannot write {path}: {error.strerror or error}. Make room or choose another "
             "`run_dir`, then run the same command again to resume"
         ) from error

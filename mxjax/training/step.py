@@ -59,8 +59,9 @@ def build_step(
         lr = jnp.asarray(rate(state.step), jnp.float32)
         updated = _update(config, optimizer, state, grads, grad_norm, lr, stats.counts_LE)
 
-        overflow = stats.needed_capacity > capacity_factor
         finite = jnp.isfinite(stats.loss) & jnp.isfinite(grad_norm)
+        # NaN scores send every token to the same experts: no larger buffer would help.
+        overflow = finite & (stats.needed_capacity > capacity_factor)
         rejected = state.halted | overflow | ~(finite | skip)
         apply = ~rejected & finite
         params, opt_state, expert_bias = jax.tree.map(

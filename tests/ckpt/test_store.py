@@ -350,12 +350,15 @@ def test_later_steps_than_restore_step_are_refused_until_moved_away(tmp_path, st
     assert sorted(os.listdir(tmp_path / "checkpoints.after_4")) == ["12", "8"]
 
 
-def test_an_earlier_step_may_be_read_by_a_run_that_does_not_save(tmp_path, state):
+def test_a_store_that_does_not_save_reads_any_step_that_is_asked_for(tmp_path, state):
+    """But does not resume a run from an earlier one: its figures would overwrite later ones'."""
     with open_store(tmp_path) as store:
         store.save(4, state, {"step": 4})
         store.save(8, state, {"step": 8})
     with open_store(tmp_path, restore_step=4, save_interval=0) as store:
-        assert store.restore(abstract(state))[1] == {"step": 4}
+        assert store.restore(abstract(state), step=4)[1] == {"step": 4}
+        with pytest.raises(CheckpointRestoreError, match="also holds step 8"):
+            store.resume_step()
 
 
 def test_saving_a_step_that_is_not_the_highest_is_refused(tmp_path, state):

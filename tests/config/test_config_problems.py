@@ -42,6 +42,7 @@ BAD = [
     ({"remat.seq_lenght": "8"}, "remat.seq_lenght", "8", ["mean training.seq_length?"]),
     ({"remat.zzz": "8"}, "remat.zzz", "8", ["use one of those of remat: policy"]),
     ({"zzz": "8"}, "zzz", "8", ["use one of those of the top level: run_dir, model"]),
+    ({"run_dir": "gs://bucket/run"}, "run_dir", '"gs://bucket/run"', ["mount"]),
     # model
     ({"model.num_query_groups": "3"}, "model.num_query_groups", "3", ["model.num_attention_heads (8)"]),
     ({"model.hidden_size": "100"}, "model.hidden_size", "100", ["(8)", "set model.head_dim"]),

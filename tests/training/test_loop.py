@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from mxjax.config import load_config
+from mxjax.data import DataError
 from mxjax.data.packing import padding_sample
 from mxjax.moe import buckets
+from mxjax.train import main
+from mxjax.training.run_dir import RunDirError, claim
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
@@ -73,19 +76,15 @@ def test_evaluation_uses_the_asked_number_of_batches(tmp_path, train, moe, sums,
     assert metrics_of(tmp_path)[-1]["eval_loss"] == pytest.approx(float(stats.loss), rel=1e-6)
 
 
-LAYOUTS = {"one device": (1, ()), "ep4": (4, ("parallel.dp=1", "parallel.ep=4"))}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_an_overflow_is_repeated_in_order_with_nothing_lost_and_the_bucket_comes_down_again(
-    tmp_path, train, moe, bits_of, metrics_of, monkeypatch, layout
+    tmp_path, train, moe, bits_of, metrics_of, monkeypatch
 ):
-    """In steps 2 and 3 a bias sends all tokens to experts 0 and 1, which a single ep rank holds:
+    """In steps 2 and 3 a bias sends all tokens to experts 0 and 1, both on the first of four ranks:
     experts need 4 x balanced, the exchange 2 x, and the bucket holds 1.9 x."""
     monkeypatch.setattr(buckets, "PATIENCE", 3)
-    devices, parallel = layout
-    settings = (*moe, *parallel, "model.num_layers=1", "model.init_method_std=0.2")
-    settings = (*settings, "optimizer.lr=1e-5", "training.num_steps=12")
+    settings = (*moe, "parallel.dp=1", "parallel.ep=4", "training.num_steps=12")
+    settings = (*settings, "model.num_layers=1", "model.init_method_std=0.2", "optimizer.lr=1e-5")
+
     states = []
 
     def skew(trainer, step, batch):
@@ -95,14 +94,14 @@ def test_an_overflow_is_repeated_in_order_with_nothing_lost_and_the_bucket_comes
         trainer.state = dataclasses.replace(trainer.state, expert_bias=bias_LE)
         states.append(bits_of(trainer.state))
 
-    large = train(tmp_path / "large", *settings, devices=devices, watch=skew)
+    large = train(tmp_path / "large", *settings, devices=4, watch=skew)
     expected = metrics_of(tmp_path / "large")
     loads = [line["expert_load"] for line in expected]
     assert loads[1:3] == [4, 4]
     assert max(loads[3:]) < 1.7
     states.clear()
     settings = (*settings, "moe.capacity_buckets=[1.9]")
-    small = train(tmp_path / "small", *settings, devices=devices, watch=skew)
+    small = train(tmp_path / "small", *settings, devices=4, watch=skew)
     metrics = metrics_of(tmp_path / "small")
 
     # Step 3 was under way when step 2 was rejected; three steps that would fit bring 1.9 back.
@@ -165,7 +164,9 @@ def test_the_end_of_the_data_is_said_saved_and_stays_the_end(
     assert "ended early: the data ended (data.num_epochs) after step 18;" in capsys.readouterr().out
     assert trainer.store.steps() == [18]
     again = train(tmp_path, *settings)
-    assert "ended early: the data ended (data.num_epochs) after step 18;" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing to do: step 18 is done" in out
+    assert "run the same command again with a larger data.num_epochs" in out
     assert again.store.steps() == [18]
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 19))
 
@@ -177,7 +178,9 @@ def test_a_run_that_is_done_has_nothing_to_do(tmp_path, train, counting, metrics
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     capsys.readouterr()
     again = train(tmp_path, *settings)
-    assert "nothing to do: step 20 is done; raise training.num_steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing to do: step 20 is done\n" in out
+    assert "run the same command again with a larger training.num_steps" in out
     assert again.sent == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
@@ -190,3 +193,39 @@ def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(
     assert "ended early: SIGTERM after step 4;" in out
     assert "nothing was saved: checkpoint.save_interval is 0" in out
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_end_of_the_data_is_evaluated(tmp_path, train, counting, metrics_of):
+    settings = (*counting, "data.num_epochs=1", "training.eval_interval=100")
+    train(tmp_path, *settings)
+    assert [line["step"] for line in metrics_of(tmp_path) if "eval_loss" in line] == [9]
+
+
+def test_epochs_shorter_than_one_batch_are_an_error(tmp_path, train, counting):
+    with pytest.raises(DataError, match=r"72 samples are less than one batch .*global_batch_size"):
+        train(tmp_path, *counting, "data.num_epochs=1", "training.global_batch_size=128")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, train, counting):
+    lock = claim(tmp_path)
+    with pytest.raises(RunDirError, match="another run is using"):
+        train(tmp_path, *counting)
+    lock.close()
+    assert train(tmp_path, *counting).last_step == 20
+
+
+def test_a_fresh_run_keeps_the_figures_of_an_earlier_one(tmp_path, train, counting, metrics_of):
+    """Without a checkpoint there is nothing to continue, and nothing may be lost either."""
+    train(tmp_path, *counting, "checkpoint.save_interval=0")
+    first = (tmp_path / "metrics.jsonl").read_text()
+    train(tmp_path, *counting, "checkpoint.save_interval=0")
+    assert (tmp_path / "metrics.1.jsonl").read_text() == first
+    assert len(metrics_of(tmp_path)) == 20
+
+
+def test_a_run_dir_that_cannot_be_written_is_an_error_without_traceback(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    assert main(["--config", str(config), f"run_dir={tmp_path}/file/run"]) == 1
+    assert "run_dir: cannot write" in capsys.readouterr().err
