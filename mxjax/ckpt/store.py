@@ -188,8 +188,7 @@ class CheckpointStore:
         """The step to resume from: ``config.restore_step``, else the newest; None: start anew.
 
         Raises:
-          CheckpointRestoreError: ``config.restore_step`` does not exist, or later steps do and
-            this run is going to save.
+          CheckpointRestoreError: ``config.restore_step`` does not exist, or later steps do.
         """
         step = self._config.restore_step
         if step is None:
@@ -200,7 +199,7 @@ class CheckpointStore:
             moved = " ".join(str(self.directory / str(other)) for other in later)
             raise CheckpointRestoreError(
                 f"checkpoint.restore_step is {step}, but {self.directory} also holds"
-                f" {_listed(later)}: saving would mix two histories. Nothing is deleted for you."
+                f" {_listed(later)}: going on would mix two histories. Nothing is deleted for you."
                 " To go on from the newest, leave checkpoint.restore_step out. To branch off at"
                 f" {step}, move the later ones away:\n"
                 f"  mkdir -p {aside} && mv {moved} {aside}\n"
