@@ -73,8 +73,10 @@ def start(config_file, long_run):
 
 
 def wait_for(condition, process):
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, "the process ended too early"
+        assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
@@ -129,6 +131,8 @@ def test_another_mesh_goes_on_with_the_same_state_and_the_next_samples(
     dp2_ep2_tp2 = ("parallel.ep=2", "parallel.tp=2", "parallel.zero_stage=3")
     for layout, devices, start, stop in (((), 4, 4, 8), (dp2_ep2_tp2, 8, 8, None)):
         saved = make_trainer(run_dir, *settings)
+        saved.loader.close()
+        saved.lock.close()
 
         def watch(trainer, step, batch, saved=saved, start=start):
             if step == start + 1:
@@ -141,6 +145,5 @@ def test_another_mesh_goes_on_with_the_same_state_and_the_next_samples(
                     np.testing.assert_array_equal(batch[name][0, row], array)
 
         train(run_dir, *settings, *layout, devices=devices, sigterm_at=stop, watch=watch)
-        saved.loader.close()
     got, expected = losses(metrics_of(run_dir)), losses(metrics_of(tmp_path / "whole"))
     assert got == pytest.approx(expected, rel=2e-5)
