@@ -27,8 +27,8 @@ VOCAB = {"vocab_size": 72}
 @dataclass(frozen=True)
 class Collective:
     kind: str
-    in_layer: bool
-    """In the body of a loop over layers: runs once per layer."""
+    in_loop: bool
+    """In the body of a loop: over layers, or over microbatches."""
     shapes: tuple[tuple[int, ...], ...]
     """Of its results on one device."""
 
@@ -55,8 +55,8 @@ def dims(text):
     return tuple(int(size) for size in text.split(",") if size)
 
 
-def count(found, in_layer):
-    return Counter(c.kind for c in found if c.in_layer == in_layer)
+def count(found, in_loop):
+    return Counter(c.kind for c in found if c.in_loop == in_loop)
 
 
 def reduced(found):
@@ -94,9 +94,9 @@ def test_tensor_parallel(small_config, compiled_text):
     found = collectives(text)
     # Attention and MLP each gather the sequence on entering and reduce-scatter on leaving; in the
     # backward pass each turns into the other.
-    assert count(found, in_layer=True) == {"all-gather": 4, "reduce-scatter": 4}
+    assert count(found, in_loop=True) == {"all-gather": 4, "reduce-scatter": 4}
     # The same once for the embedding (which is only left) and the head (only entered).
-    once = count(found, in_layer=False)
+    once = count(found, in_loop=False)
     del once["all-reduce"]
     assert once == {"all-gather": 2, "reduce-scatter": 2}
     assert reduced(found) == {
@@ -108,20 +108,30 @@ def test_tensor_parallel(small_config, compiled_text):
     assert not re.search(r"[\[,]72[\],]", text), "a rank holds the whole vocabulary"
 
 
-def test_zero_1(small_config, compiled_text):
-    """dp 2: one all-gather and one reduce-scatter per parameter leaf, none of them per layer."""
-    found = collectives(compiled_text(small_config("llama", parallel={"dp": 2, "zero_stage": 1})))
-    assert count(found, in_layer=True) == {}
-    once = count(found, in_layer=False)
+@pytest.mark.parametrize(
+    ("zero_stage", "num_microbatches", "scattered_in_loop"), [(1, 1, 0), (1, 2, 0), (2, 2, 10)]
+)
+def test_zero_1_and_2(small_config, compiled_text, zero_stage, num_microbatches, scattered_in_loop):
+    """dp 2: one all-gather and one reduce-scatter per parameter leaf, not per layer. Stage 2
+    reduce-scatters after each microbatch, in the loop over them."""
+    config = small_config(
+        "llama",
+        parallel={"dp": 2, "zero_stage": zero_stage},
+        training={"num_microbatches": num_microbatches},
+    )
+    found = collectives(compiled_text(config))
+    leaves = 10  # 7 of the layers, 2 of the head, the embedding
+    assert count(found, in_loop=True) == Counter({"reduce-scatter": scattered_in_loop})
+    once = count(found, in_loop=False)
     del once["all-reduce"]
-    assert once == {"all-gather": 10, "reduce-scatter": 10}  # 7 of the layers, 2 head, 1 embedding
+    assert once == Counter({"all-gather": leaves, "reduce-scatter": leaves - scattered_in_loop})
     assert reduced(found) == {(): 5}  # number of targets, the three losses, needed capacity
 
 
 def test_expert_parallel_with_zero_3(small_config, compiled_text):
     """ep 2, all-to-all, all other weights gathered in each layer."""
     found = collectives(compiled_text(small_config("mixtral", parallel={"ep": 2, "zero_stage": 3})))
-    assert count(found, in_layer=True) == {
+    assert count(found, in_loop=True) == {
         # Two norms, q, kv, out, router, shared up and down. In the backward pass again, without the
         # norms' scales. Experts are split over ep and not gathered.
         "all-gather": 8 + 6,
@@ -129,7 +139,7 @@ def test_expert_parallel_with_zero_3(small_config, compiled_text):
         # Rows, experts and weights go, results come back; the same for gradients, without experts.
         "all-to-all": 4 + 3,
     }
-    once = count(found, in_layer=False)
+    once = count(found, in_loop=False)
     del once["all-reduce"]
     assert once == {"all-gather": 3, "reduce-scatter": 3}  # embedding, head, last norm
     assert reduced(found) == {
@@ -170,19 +180,19 @@ def compiled_for_h200(cuda_compiler, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "scan_layers"),
+    ("shape", "parallel", "scan_layers"),
     [
-        ({"dp": 2, "zero_stage": 1}, True),
-        ({"dp": 2, "ep": 2, "zero_stage": 3}, False),
+        ("llama", {"dp": 2, "zero_stage": 1}, True),
+        ("mixtral", {"dp": 2, "ep": 2, "zero_stage": 3}, False),
     ],
     ids=str,
 )
 def test_gpu_program_reduce_scatters_gradients(
-    small_config, mesh_of, compiled_for_h200, parallel, scan_layers
+    small_config, mesh_of, compiled_for_h200, shape, parallel, scan_layers
 ):
     """All gradients, and nothing but figures is all-reduced."""
     config = small_config(
-        "mixtral",
+        shape,
         model={"num_layers": 1},
         parallel=parallel,
         training={"compute_dtype": "bfloat16", "scan_layers": scan_layers},
