@@ -122,6 +122,22 @@ def mesh_of():
 
 
 @pytest.fixture(scope="session")
+def abstract_params():
+    """Objective -> shapes of its parameters where they are stored, to compile without values."""
+
+    def make(objective):
+        return jax.tree.map(
+            lambda info, spec: jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=NamedSharding(objective.mesh, spec)
+            ),
+            objective.model.infos,
+            objective.param_specs,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def packed_batch():
     """(config, seed) -> one global batch [M, B, S] of packed documents, with padding at the end of
     one sequence in four, one sequence of padding alone, and targets left out here and there."""

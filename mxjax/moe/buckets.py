@@ -36,7 +36,13 @@ class BucketChooser:
     @property
     def next_larger(self) -> float | None:
         """What an overflow would need first; None if nothing can overflow."""
-        return self.buckets[self._index + 1] if self._index + 1 < len(self.buckets) else None
+        larger = self.current_and_larger[1:]
+        return larger[0] if larger else None
+
+    @property
+    def current_and_larger(self) -> tuple[float, ...]:
+        """What to try one after the other until nothing overflows."""
+        return self.buckets[self._index :]
 
     def overflowed(self, needed: float) -> None:
         """The current bucket was too small: take the smallest that holds `needed`."""

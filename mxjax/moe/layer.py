@@ -59,10 +59,12 @@ class MoE(nnx.Module):
             x_TH, experts_TK, weights_TK = (
                 collectives.shard(value, "tp", dim=0) for value in (x_TH, experts_TK, weights_TK)
             )
-        dispatcher = self._dispatcher(("ep", "tp") if folded else "ep")
+        axes = ("ep", "tp") if folded else ("ep",)
+        dispatcher = self._dispatcher(axes)
         rows, state = dispatcher.dispatch(x_TH, experts_TK, weights_TK)
         gather_tp = not folded and ctx.sequence_parallel
-        out_RH, needed = self._run_experts(rows, x_TH.shape[0], gather_tp)
+        tokens = x_TH.shape[0] * collectives.axis_size((*axes, "tp") if gather_tp else axes)
+        out_RH, needed = self._run_experts(rows, tokens, gather_tp)
         out_TH = dispatcher.combine(out_RH, state)
         if deal:
             out_TH = collectives.all_gather(out_TH, "tp", dim=0)
@@ -80,16 +82,12 @@ class MoE(nnx.Module):
         return AllToAllDispatcher(axes, E, self.capacity_factor)
 
     def _run_experts(
-        self, rows: DispatchedRows, tokens_per_rank: int, gather_tp: bool
+        self, rows: DispatchedRows, tokens: int, gather_tp: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Experts on the rows of this rank; with `gather_tp` on those of all `tp` ranks, each of
-        which computes a part of the inner width."""
+        which computes a part of the inner width. `tokens` is the number that share the experts."""
         if gather_tp:
             rows = jax.tree.map(lambda value: collectives.all_gather(value, "tp", dim=0), rows)
-        axes = "ep" if self.expert_tensor_parallel else ("ep", "tp")
-        tokens = tokens_per_rank * collectives.axis_size(axes)
-        if gather_tp:
-            tokens *= collectives.axis_size("tp")
         balanced = tokens * self.moe.router_topk / self.moe.num_experts
         capacity = places(balanced, self.capacity_factor, most=tokens)
         out_RH, counts_E = self.experts(rows.rows_RH, rows.experts_RK, rows.weights_RK, capacity)

@@ -13,6 +13,7 @@ from mxjax.training.gradients import Batch
 from mxjax.training.optimizer import global_norm
 from mxjax.training.programs import Programs
 from mxjax.training.state import TrainState
+from mxjax.training.step import step_key
 
 
 class NonFiniteError(RuntimeError):
@@ -29,7 +30,7 @@ def where_nonfinite(
     model = programs.objective.model
     for place in _broken(programs, state.params):
         return f"parameter {place}"
-    key = jax.random.fold_in(jax.random.key(programs.config.training.seed), state.step)
+    key = step_key(programs.config.training.seed, state)
     evaluate = programs.evaluation(capacity_factor)
     stats, finite = evaluate(state.params, state.expert_bias, batch, key)
     layers = np.concatenate([np.asarray(finite[group]) for group in model.layer_groups])

@@ -127,9 +127,10 @@ class Objective:
             grads, stats = microbatch(0, jax.tree.map(lambda a: a[0], batch))
         else:
             grads, stats = _accumulate(microbatch, batch, num_microbatches)
+        grads = self._stack(grads)
         if self.config.parallel.zero_stage == 1:
-            grads = self.zero.scatter_gradients(self._stack(grads), self.model.infos)
-        grads = self.zero.sum_gradients(self._stack(grads), self.model.infos)
+            grads = self.zero.scatter_gradients(grads, self.model.infos)
+        grads = self.zero.sum_gradients(grads, self.model.infos)
         return grads, self._global(stats, num_targets)
 
     def _evaluate(self, params, bias_LE, batch: Batch, key):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import mxjax
 from mxjax.ckpt.store import CheckpointError, CheckpointStore
 from mxjax.config import Config, to_yaml
-from mxjax.data import BatchLoader, DataError, build_data
+from mxjax.data import BatchLoader, DataError, Samples, build_data
 from mxjax.moe.buckets import BucketChooser
 from mxjax.sharding.mesh import AXES
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
@@ -64,15 +64,7 @@ class Trainer:
         self.buckets = BucketChooser(config.moe.capacity_buckets)
         self.store = CheckpointStore(self.run_dir, config.checkpoint)
         self.state, self.start_step, metadata = self._restore_or_create()
-        self.loader = BatchLoader(
-            self.data.train,
-            global_batch_size=training.global_batch_size,
-            num_microbatches=training.num_microbatches,
-            sharding=self.programs.batch_sharding,
-            start=metadata.get("next_sample_index", 0),
-            num_threads=config.data.num_threads,
-            prefetch=config.data.prefetch,
-        )
+        self.loader = self._open(self.data.train, start=metadata.get("next_sample_index", 0))
         self.throughput = Throughput.of(config.model, config.moe, training, list(mesh.devices.flat))
         self.profiler = StepProfiler(self.run_dir, config.log.profile_steps)
         self.pending: deque[Dispatched] = deque()
@@ -226,20 +218,11 @@ class Trainer:
 
     def _evaluate(self) -> float:
         """Mean loss per target over the first `eval_batches` held-out batches."""
-        training = self.config.training
-        loader = BatchLoader(
-            self.data.validation,
-            global_batch_size=training.global_batch_size,
-            num_microbatches=training.num_microbatches,
-            sharding=self.programs.batch_sharding,
-            num_threads=self.config.data.num_threads,
-            prefetch=self.config.data.prefetch,
-            pad_last_batch=True,
-        )
+        loader = self._open(self.data.validation, pad_last_batch=True)
         total = targets = 0.0
         key = jax.random.key(0)
-        for _, batch in zip(range(training.eval_batches), loader, strict=False):
-            for bucket in self.buckets.buckets[self.buckets.buckets.index(self.buckets.current) :]:
+        for _, batch in zip(range(self.config.training.eval_batches), loader, strict=False):
+            for bucket in self.buckets.current_and_larger:
                 evaluate = self.programs.evaluation(bucket)
                 stats, _ = evaluate(self.state.params, self.state.expert_bias, batch, key)
                 if float(stats.needed_capacity) <= np.float32(bucket):
@@ -282,6 +265,19 @@ class Trainer:
             )
         self.buckets.restore(metadata["buckets"])
         return state, step, metadata
+
+    def _open(self, samples: Samples, **options: Any) -> BatchLoader:
+        """Batches of this run's shape and placement."""
+        config = self.config
+        return BatchLoader(
+            samples,
+            global_batch_size=config.training.global_batch_size,
+            num_microbatches=config.training.num_microbatches,
+            sharding=self.programs.batch_sharding,
+            num_threads=config.data.num_threads,
+            prefetch=config.data.prefetch,
+            **options,
+        )
 
     # -- when ------------------------------------------------------------------------------------
 

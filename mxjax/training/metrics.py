@@ -8,8 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from mxjax.config.schema import LogConfig, ModelConfig, MoEConfig, TrainingConfig
 from mxjax.training.flops import model_flops_per_token, peak_flops
-from mxjax.training.run_dir import RunDirError
+from mxjax.training.run_dir import clear_write_errors
 
 _TENSORBOARD_FLUSH_SECONDS = 10  # tensorboardX's flush waits for the disk: too slow for each step
 
@@ -228,7 +227,7 @@ class _JsonLines:
 
     def __init__(self, path: Path, start_step: int):
         self._path = path
-        with _clear_write_errors(path):
+        with clear_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size and start_step == 0:
                 _set_aside(path)
@@ -238,7 +237,7 @@ class _JsonLines:
 
     def write(self, values: dict) -> None:
         data = json.dumps(values, allow_nan=False).encode() + b"\n"
-        with _clear_write_errors(self._path):
+        with clear_write_errors(self._path):
             # An unbuffered write may take only a part; the next try then says why.
             while data:
                 data = data[self._file.write(data) :]
@@ -291,7 +290,7 @@ class _TensorBoard:
 
     def __init__(self, folder: Path, start_step: int):
         self._path = folder
-        with _clear_write_errors(folder):
+        with clear_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             # tensorboardX's own file name is that of the second; two starts may fall into one.
             self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
@@ -311,32 +310,21 @@ class _TensorBoard:
             self._flush()
 
     def close(self) -> None:
-        with _clear_write_errors(self._path):
+        with clear_write_errors(self._path):
             self._writer.close()
 
     def _write_event(self, event: Event) -> None:
         event.wall_time = time.time()
-        with _clear_write_errors(self._path):
+        with clear_write_errors(self._path):
             self._writer.write_event(event)
 
     def _flush(self) -> None:
-        with _clear_write_errors(self._path):
+        with clear_write_errors(self._path):
             self._writer.flush()
         self._flushed = time.monotonic()
 
 
 _TENSORBOARD_TAGS = {"eval_loss": "eval/loss"}
-
-
-@contextmanager
-def _clear_write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunDirError(
-            f"cannot write {path}: {error.strerror or error}. Make room or choose another "
-            "`run_dir`, then run the same command again to resume"
-        ) from error
 
 
 def _fixed_or_power(x: float, decimals: int) -> str:

@@ -27,7 +27,7 @@ def claim(folder: Path) -> IO | None:
     """
     if jax.process_index() != 0:
         return None
-    with _clear_errors(folder):
+    with clear_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
         try:
@@ -46,15 +46,17 @@ def write_config(config: Config, folder: Path) -> None:
       RunDirError: it cannot be written.
     """
     if jax.process_index() == 0:
-        with _clear_errors(folder):
+        with clear_write_errors(folder):
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 
 @contextmanager
-def _clear_errors(folder: Path) -> Iterator[None]:
+def clear_write_errors(path: Path) -> Iterator[None]:
+    """Turns what the system says about writing `path` into a `RunDirError` with the way out."""
     try:
         yield
     except OSError as error:
         raise RunDirError(
-            f"run_dir: cannot write {folder}: {error.strerror or error}; choose another"
+            f"run_dir: cannot write {path}: {error.strerror or error}. Make room or choose another "
+            "`run_dir`, then run the same command again to resume"
         ) from error

@@ -53,7 +53,7 @@ def build_step(
     skip = training.nonfinite == "skip"
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResult]:
-        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        key = step_key(training.seed, state)
         grads, stats = loss_and_gradients(state.params, state.expert_bias, batch, key)
         grad_norm = global_norm(grads)
         lr = jnp.asarray(rate(state.step), jnp.float32)
@@ -91,6 +91,11 @@ def build_step(
         return next_state, result
 
     return step
+
+
+def step_key(seed: int, state: TrainState) -> jax.Array:
+    """Randomness of the step that follows `state`."""
+    return jax.random.fold_in(jax.random.key(seed), state.step)
 
 
 def _update(config: Config, optimizer, state: TrainState, grads, grad_norm, lr, counts_LE):

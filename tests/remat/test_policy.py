@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from mxjax.training.gradients import Objective
 
@@ -14,20 +13,14 @@ ZERO_3 = {"dp": 2, "zero_stage": 3}
 
 
 @pytest.fixture(scope="module")
-def compiled(small_config, mesh_of, packed_batch):
+def compiled(small_config, mesh_of, packed_batch, abstract_params):
     """Loss and gradients of the Llama-like model of two layers, compiled."""
 
     def compile_(policy, scan_layers, parallel):
         training = {"scan_layers": scan_layers}
         config = small_config("llama", parallel=parallel, training=training, remat=policy)
         objective = Objective(config, mesh_of(config))
-        params = jax.tree.map(
-            lambda info, spec: jax.ShapeDtypeStruct(
-                info.shape, info.dtype, sharding=NamedSharding(objective.mesh, spec)
-            ),
-            objective.model.infos,
-            objective.param_specs,
-        )
+        params = abstract_params(objective)
         function = jax.jit(objective.loss_and_gradients())
         return function.lower(params, None, packed_batch(config), jax.random.key(0)).compile()
 

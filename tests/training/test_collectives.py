@@ -69,18 +69,12 @@ def num_elements(found, kind):
 
 
 @pytest.fixture(scope="module")
-def compiled_text(mesh_of, packed_batch):
+def compiled_text(mesh_of, packed_batch, abstract_params):
     """Config -> text of its loss and gradients, compiled for CPU."""
 
     def compile_(config):
         objective = Objective(config, mesh_of(config))
-        params = jax.tree.map(
-            lambda info, spec: jax.ShapeDtypeStruct(
-                info.shape, info.dtype, sharding=NamedSharding(objective.mesh, spec)
-            ),
-            objective.model.infos,
-            objective.param_specs,
-        )
+        params = abstract_params(objective)
         bias, key = objective.model.initial_expert_bias(), jax.random.key(0)
         function = jax.jit(objective.loss_and_gradients())
         return function.lower(params, bias, packed_batch(config), key).compile().as_text()

@@ -171,7 +171,7 @@ def test_resuming_removes_the_steps_that_run_again(tmp_path, capsys):
     assert "removed 3 lines after step 4" in capsys.readouterr().out
 
 
-def test_starting_afresh_empties_the_file(tmp_path):
+def test_starting_afresh_sets_the_old_file_aside(tmp_path):
     record_steps(tmp_path, [1, 2])
     record_steps(tmp_path, [1], loss=9.0)
     assert [line["loss"] for line in read_lines(tmp_path)] == [9.0]
