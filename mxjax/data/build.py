@@ -13,12 +13,16 @@ from mxjax.data.synthetic import SyntheticSamples
 from mxjax.data.tokenizer import TOKENIZERS, Tokenizer
 
 
+_VALIDATION_SEED = 0
+
+
 class Data(NamedTuple):
     """What a run trains and is evaluated on."""
 
     train: Samples
     validation: Samples | None
-    """Held-out samples in a fixed order, one pass (synthetic: endless); None: nothing held out."""
+    """Held-out samples, one pass (synthetic: endless), in an order that `seed` does not change; None:
+    nothing held out."""
     tokenizer: Tokenizer
     """Of text sources; synthetic tokens have no text, and their ids may lie outside of it."""
 
@@ -57,7 +61,8 @@ def build_data(config: DataConfig, seq_length: int, vocab_size: int, seed: int) 
             validation_store,
             seq_length,
             document_mask=config.document_mask,
-            shuffle_seed=None,
+            # The first few batches then stand for all of the text, and for any run's seed alike.
+            shuffle_seed=_VALIDATION_SEED if config.shuffle else None,
             num_epochs=1,
         )
     return Data(train, validation, tokenizer)

@@ -1,6 +1,7 @@
 """Causal attention with grouped queries and document masks.
 
-Shapes: B batch, S sequence, N query heads, G key/value heads (N a multiple of G), D head width.
+Shapes: B batch, S sequence, N query heads, G key/value heads (N a multiple of G), D width of query
+and key heads, E width of value heads (D except in multi-head latent attention).
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ Implementation = Literal["auto", "cudnn", "xla"]
 def causal_attention(
     q_BSND: jax.Array,
     k_BSGD: jax.Array,
-    v_BSGD: jax.Array,
+    v_BSGE: jax.Array,
     *,
     segment_ids_BS: jax.Array | None = None,
+    scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(D)) v over earlier tokens of the same segment, [B, S, N, D].
+    """softmax(scale * q k^T) v over earlier tokens of the same segment, [B, S, N, E].
 
     Args:
+      scale: None: 1 / sqrt(D).
       segment_ids_BS: a token sees only tokens with its own id; None: one segment.
       dropout_rate, dropout_key: dropout of the probabilities; off without a key.
       implementation: `cudnn` needs an NVIDIA GPU, 16-bit inputs and no dropout; `auto` takes it
@@ -36,17 +39,21 @@ def causal_attention(
       ValueError: `cudnn` was named and cannot run this call.
     """
     dropout = dropout_rate > 0 and dropout_key is not None
+    scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     obstacle = _cudnn_obstacle(q_BSND, dropout)
     if implementation == "cudnn" and obstacle:
         raise ValueError(f"attention_implementation: cudnn cannot run here: {obstacle}; use auto")
     if implementation == "xla" or obstacle:
-        return _xla_attention(
-            q_BSND, k_BSGD, v_BSGD, segment_ids_BS, dropout_rate if dropout else 0.0, dropout_key
-        )
+        rate = dropout_rate if dropout else 0.0
+        return _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, dropout_key)
     mask = None if segment_ids_BS is None else _same_segment(segment_ids_BS)[:, None]
-    return jax.nn.dot_product_attention(
-        q_BSND, k_BSGD, v_BSGD, mask=mask, is_causal=True, implementation="cudnn"
+    # cuDNN through JAX wants values as wide as keys: zeros in, zeros out.
+    width = v_BSGE.shape[-1]
+    wide = jnp.pad(v_BSGE, [(0, 0)] * 3 + [(0, q_BSND.shape[-1] - width)])
+    out = jax.nn.dot_product_attention(
+        q_BSND, k_BSGD, wide, mask=mask, scale=scale, is_causal=True, implementation="cudnn"
     )
+    return out[..., :width]
 
 
 def _cudnn_obstacle(q_BSND: jax.Array, dropout: bool) -> str | None:
@@ -64,16 +71,16 @@ def _same_segment(segment_ids_BS: jax.Array) -> jax.Array:
     return segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
 
 
-def _xla_attention(q_BSND, k_BSGD, v_BSGD, segment_ids_BS, dropout_rate, dropout_key):
+def _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, dropout_rate, dropout_key):
     """The reference: scores in fp32, of size [B, N, S, S]."""
     B, S, N, D = q_BSND.shape
-    G = k_BSGD.shape[2]
+    G, E = k_BSGD.shape[2], v_BSGE.shape[-1]
     R = N // G
     # Heads first and the R heads of a group as more rows: plain batched matrix products.
     q_BGXD = q_BSND.reshape(B, S, G, R, D).transpose(0, 2, 3, 1, 4).reshape(B, G, R * S, D)
-    k_BGSD, v_BGSD = k_BSGD.transpose(0, 2, 1, 3), v_BSGD.transpose(0, 2, 1, 3)
+    k_BGSD, v_BGSE = k_BSGD.transpose(0, 2, 1, 3), v_BSGE.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bgxd,bgtd->bgxt", q_BGXD, k_BGSD, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, G, R, S, S) / math.sqrt(D)
+    scores = scores.reshape(B, G, R, S, S) * scale
     mask_BST = jnp.tril(jnp.ones((S, S), bool))[None]
     if segment_ids_BS is not None:
         mask_BST = mask_BST & _same_segment(segment_ids_BS)
@@ -82,6 +89,6 @@ def _xla_attention(q_BSND, k_BSGD, v_BSGD, segment_ids_BS, dropout_rate, dropout
     if dropout_rate:
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, probs.shape)
         probs = jnp.where(keep, probs / (1 - dropout_rate), 0)
-    probs_BGXT = probs.reshape(B, G, R * S, S).astype(v_BSGD.dtype)
-    out_BGXD = jnp.einsum("bgxt,bgtd->bgxd", probs_BGXT, v_BGSD)
-    return out_BGXD.reshape(B, G, R, S, D).transpose(0, 3, 1, 2, 4).reshape(B, S, N, D)
+    probs_BGXT = probs.reshape(B, G, R * S, S).astype(v_BSGE.dtype)
+    out_BGXE = jnp.einsum("bgxt,bgte->bgxe", probs_BGXT, v_BGSE)
+    return out_BGXE.reshape(B, G, R, S, E).transpose(0, 3, 1, 2, 4).reshape(B, S, N, E)

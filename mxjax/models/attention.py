@@ -12,11 +12,11 @@ from flax import nnx
 from jax import lax
 
 from mxjax.config.schema import ModelConfig
-from mxjax.kernels.attention import causal_attention
 from mxjax.kernels.rope import apply_rope
 from mxjax.models.context import LayerContext
 from mxjax.models.parts import param
 from mxjax.sharding import collectives, tensor_parallel
+from mxjax.sharding.context_parallel import attend
 
 
 class Attention(nnx.Module):
@@ -55,11 +55,11 @@ class Attention(nnx.Module):
         k_BSGD, v_BSGD = kv[:, :, 0], kv[:, :, 1]
         if ctx.rope is not None:
             q_BSND, k_BSGD = apply_rope(q_BSND, ctx.rope), apply_rope(k_BSGD, ctx.rope)
-        mixed_BSND = causal_attention(
+        mixed_BSND = attend(
             q_BSND,
             k_BSGD,
             v_BSGD,
-            segment_ids_BS=ctx.segment_ids_BS,
+            segment_ids_Bs=ctx.segment_ids_BS,
             dropout_rate=self.dropout,
             dropout_key=ctx.tensor_key(key),
             implementation=self.implementation,

@@ -255,6 +255,7 @@ class Trainer:
         """State, steps done, and the checkpoint's metadata (empty for a fresh start)."""
         step = self.store.resume_step()
         if step is None:
+            self.programs.prepare(self.buckets.current)  # compiles while the state is created
             return self.programs.create_state(), 0, {}
         state, metadata = self.store.restore(self.programs.abstract_state, step)
         if metadata["data"] != self.data.train.fingerprint:

@@ -44,9 +44,17 @@ def test_the_split_does_not_depend_on_the_seed(corpus):
     assert first.train.fingerprint != second.train.fingerprint
 
 
-def test_validation_is_one_pass_in_file_order(corpus):
-    validation = build(corpus, validation_fraction=0.25).validation
-    assert validation.num_samples == validation.samples_per_epoch
+def test_validation_is_one_pass_in_an_order_of_its_own(corpus):
+    """The first few batches are a sample of all held-out text, the same whatever the seed."""
+    first, second = (build(corpus, validation_fraction=0.25, seed=s).validation for s in (1, 2))
+    assert first.num_samples == first.samples_per_epoch
+    tokens = [t for t in epoch_tokens(first).tolist() if t not in (0, 256)]
+    assert tokens != sorted(tokens)
+    assert epoch_tokens(first).tolist() == epoch_tokens(second).tolist()
+
+
+def test_validation_without_shuffling_is_in_file_order(corpus):
+    validation = build(corpus, validation_fraction=0.25, shuffle=False).validation
     tokens = [t for t in epoch_tokens(validation).tolist() if t not in (0, 256)]
     assert tokens == sorted(tokens)
 
