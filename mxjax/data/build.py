@@ -12,7 +12,6 @@ from mxjax.data.store import TokenStore, split, tokenize
 from mxjax.data.synthetic import SyntheticSamples
 from mxjax.data.tokenizer import TOKENIZERS, Tokenizer
 
-
 _VALIDATION_SEED = 0
 
 
@@ -21,8 +20,8 @@ class Data(NamedTuple):
 
     train: Samples
     validation: Samples | None
-    """Held-out samples, one pass (synthetic: endless), in an order that `seed` does not change; None:
-    nothing held out."""
+    """Held-out samples, one pass (synthetic: endless), in an order that `seed` does not change.
+    None: nothing is held out."""
     tokenizer: Tokenizer
     """Of text sources; synthetic tokens have no text, and their ids may lie outside of it."""
 
