@@ -8,11 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from mxjax.data.mtp import with_mtp
 from mxjax.data.packing import Sample, Samples, padding_sample
 
 
 class BatchLoader(Iterator[dict[str, jax.Array]]):
-    """Iterates over batches: the fields of `Sample`, int32 [num_microbatches, rows, seq_length].
+    """Iterates over batches: the fields of `Sample`, int32 [num_microbatches, rows, seq_length],
+    and those of multi-token prediction (`data/mtp.py`) if asked for.
 
     `rows` is global_batch_size / num_microbatches. Row r of microbatch m of a batch is sample
     ``next_sample_index + m * rows + r``, so which samples a batch holds depends neither on the
@@ -30,6 +32,9 @@ class BatchLoader(Iterator[dict[str, jax.Array]]):
       start: index of the first sample; where a resumed run goes on.
       num_threads: reader threads of this process.
       prefetch: batches read ahead.
+      mtp_num_layers: modules of multi-token prediction to make inputs and targets for.
+      sequence_order: [seq_length] which token goes where, for a sequence that is split in another
+        order than its own (`sharding/context_parallel.py`); None: in order.
       pad_last_batch: fill up the last batch with padding instead of leaving its samples out, so
         that an evaluation sees every held-out token once.
     """
@@ -47,6 +52,8 @@ class BatchLoader(Iterator[dict[str, jax.Array]]):
         start: int = 0,
         num_threads: int = 2,
         prefetch: int = 4,
+        mtp_num_layers: int = 0,
+        sequence_order: np.ndarray | None = None,
         pad_last_batch: bool = False,
     ):
         if global_batch_size % num_microbatches:
@@ -62,8 +69,11 @@ class BatchLoader(Iterator[dict[str, jax.Array]]):
             samples.seq_length,
         )
         self._sharding = sharding
+        self._sequence_order = sequence_order
         self._rows = _local_rows(sharding, self._shape)
-        source = _LocalBatches(samples, start, self._shape, self._rows, pad_last_batch)
+        source = _LocalBatches(
+            samples, start, self._shape, self._rows, mtp_num_layers, pad_last_batch
+        )
         read_options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
         self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(read_options))
 
@@ -89,7 +99,8 @@ class BatchLoader(Iterator[dict[str, jax.Array]]):
             start, stop, _ = rows.indices(self._shape[1])
             # The rows of a shard are consecutive, hence also among the sorted local rows.
             first = np.searchsorted(self._rows, start)
-            return local[microbatches, first : first + stop - start, sequence]
+            columns = sequence if self._sequence_order is None else self._sequence_order[sequence]
+            return local[microbatches, first : first + stop - start, columns]
 
         return jax.make_array_from_callback(self._shape, self._sharding, shard)
 
@@ -109,12 +120,14 @@ class _LocalBatches:
         start: int,
         shape: tuple[int, int, int],
         rows: np.ndarray,
+        mtp_num_layers: int,
         pad_last_batch: bool,
     ):
         self._samples = samples
         self._start = start
         self._shape = shape
         self._rows = rows
+        self._mtp_num_layers = mtp_num_layers
         self._pad_last_batch = pad_last_batch
 
     def __len__(self) -> int:
@@ -133,7 +146,8 @@ class _LocalBatches:
             for row in self._rows
         ]
         shape = (num_microbatches, len(self._rows), seq_length)
-        return {name: np.stack([s[name] for s in read]).reshape(shape) for name in read[0]}
+        arrays = {name: np.stack([s[name] for s in read]).reshape(shape) for name in read[0]}
+        return with_mtp(arrays, self._mtp_num_layers)
 
     def _read(self, index: int) -> Sample:
         end = self._samples.num_samples

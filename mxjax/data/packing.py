@@ -40,7 +40,7 @@ class Samples(Protocol):
     num_samples: int | None
     """Samples of the whole run; None: endless."""
     samples_per_epoch: int | None
-    """None: there are no epochs, no sample ever comes again."""
+    """None: no epochs. No sample ever comes again, or each source of a blend has its own."""
     fingerprint: str
     """Equal fingerprints mean equal samples at every index. An index stored in a checkpoint is
     only meaningful together with it, and all processes of a run must have the same."""
@@ -48,7 +48,8 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def epoch(self, index: int) -> int:
-        """The pass over the data, from 0, that sample `index` belongs to."""
+        """The pass over the data, from 0, that sample `index` belongs to (of a blend: over the
+        sample's source)."""
         ...
 
     def describe(self) -> str:
@@ -129,7 +130,7 @@ class PackedSamples:
     def fingerprint(self) -> str:
         store = self.store
         settings = (self.seq_length, self.document_mask, self.shuffle_seed)
-        return fingerprint(settings, store.starts, store.lengths, store.tokens)
+        return fingerprint(settings, store.starts, store.lengths, store.probe())
 
     def __getitem__(self, index: int) -> Sample:
         if index < 0 or (self.num_samples is not None and index >= self.num_samples):
@@ -145,8 +146,9 @@ class PackedSamples:
         cuts = np.clip(order.bounds[first : last + 2], begin, end)
         lengths = np.diff(cuts)
         stream = np.arange(begin, end)
-        shift = self.store.starts[order.documents[pieces]] - order.bounds[pieces]
-        tokens = self.store.tokens[stream + np.repeat(shift, lengths)]
+        skipped = cuts[:-1] - order.bounds[pieces]  # of the first document, by earlier windows
+        starts = self.store.starts[order.documents[pieces]] + skipped
+        tokens = self.store.read(starts, lengths)
         segment = np.repeat(np.arange(1, len(lengths) + 1), lengths)
 
         real = slice(0, len(stream) - 1)

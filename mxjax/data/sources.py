@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from mxjax.data.errors import DataError
 
-FileFormat = Literal["text", "jsonl"]
+FileFormat = Literal["text", "jsonl", "indexed"]
 
 _PYTHON_STDLIB = sysconfig.get_path("stdlib")
 # The folder of the standard library also holds whatever else was installed with pip.
 _NOT_STDLIB = tuple(f"{_PYTHON_STDLIB}/{name}" for name in ("site-packages", "dist-packages"))
-_FOLDER_CONTENT = {"text": "*", "jsonl": "*.jsonl"}
+_FOLDER_CONTENT = {"text": "*", "jsonl": "*.jsonl", "indexed": "*.idx"}
 
 
 def find_files(
@@ -26,9 +26,10 @@ def find_files(
     """Absolute paths of the files that `patterns` name, sorted, each file once.
 
     Args:
-      patterns: files, folders (searched in depth; for jsonl only ``*.jsonl``) or globs of files.
-        ``{python_stdlib}`` and a leading ``~`` are replaced. As in a shell, ``*`` does not match
-        hidden files.
+      patterns: files, folders (searched in depth; for jsonl only ``*.jsonl``, for indexed only
+        ``*.idx``) or globs of files. For indexed what is found is the ``.idx`` file, and a pattern
+        may leave the suffix out or name the ``.bin`` file. ``{python_stdlib}`` and a leading ``~``
+        are replaced. As in a shell, ``*`` does not match hidden files.
       exclude: globs of files or folders to leave out. A relative one matches in any folder;
         ``./`` in front ties it to the working directory.
       file_format: what the files hold.
@@ -45,8 +46,9 @@ def find_files(
         kept = {path for path in matched if not excluded(path)}
         if not matched:
             where = "" if os.path.isabs(pattern) else f" (seen from {os.getcwd()})"
+            what = ".idx file" if file_format == "indexed" else "file"
             raise DataError(
-                f"{key}: no file matches {pattern!r}{where}; give existing files, folders or "
+                f"{key}: no {what} matches {pattern!r}{where}; give existing files, folders or "
                 "globs (`**` for folders in depth)"
             )
         if not kept:
@@ -64,7 +66,15 @@ def _expand(pattern: str) -> str:
     return os.path.expanduser(pattern.replace("{python_stdlib}", _PYTHON_STDLIB))
 
 
+def strip_suffix(path: str) -> str:
+    """The prefix of an indexed dataset that is named by its prefix or by one of its files."""
+    return path.removesuffix(".idx").removesuffix(".bin")
+
+
 def _match(pattern: str, file_format: FileFormat) -> set[str]:
+    if file_format == "indexed":
+        index = strip_suffix(pattern) + ".idx"
+        pattern = index if os.path.isfile(index) or not os.path.isdir(pattern) else pattern
     if os.path.isfile(pattern):  # before globbing, for names with brackets
         return {os.path.abspath(pattern)}
     if os.path.isdir(pattern):
@@ -103,7 +113,7 @@ def _glob_regex(pattern: str) -> str:
 def read_documents(
     files: Sequence[str], file_format: FileFormat, text_key: str
 ) -> Iterator[tuple[str, str | bytes]]:
-    """Yields (place, text) of each document, in order: a whole file, or one line of JSON.
+    """Yields (place, text) of each document of text or jsonl files, in order.
 
     The place is for messages: ``path`` or ``path:line``. Reading shows a progress bar if it takes
     long and stderr is a terminal.
@@ -112,6 +122,12 @@ def read_documents(
       DataError: a file cannot be read; a line is not JSON, not an object, or has no string under
         `text_key`.
     """
+    for place, record in read_records(files, file_format):
+        yield place, text_of(record, place, file_format, text_key)
+
+
+def read_records(files: Sequence[str], file_format: FileFormat) -> Iterator[tuple[str, bytes]]:
+    """Yields (place, bytes) of each document as it stands: a whole file, or one line of JSON."""
     try:
         total = sum(os.path.getsize(path) for path in files)
         with tqdm(
@@ -127,8 +143,7 @@ def read_documents(
                     for number, line in enumerate(file, start=1):
                         bar.update(len(line))
                         if not line.isspace():
-                            place = f"{path}:{number}"
-                            yield place, _text_of_line(line, text_key, place)
+                            yield f"{path}:{number}", line
     except OSError as error:
         place = error.filename or path  # a failing read, unlike a failing open, names no file
         raise DataError(
@@ -136,23 +151,39 @@ def read_documents(
         ) from error
 
 
-def _text_of_line(line: bytes, text_key: str, place: str) -> str:
+def text_of(record: bytes, place: str, file_format: FileFormat, text_key: str) -> str | bytes:
+    """The text of a record of `read_records`."""
+    if file_format == "text":
+        return record
     try:
-        record = json.loads(line.strip())
+        fields = json.loads(record.strip())
     except ValueError as error:  # not JSON, or not UTF-8
         raise DataError(f"{place}: not a line of JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: expected a JSON object, found {type(record).__name__}")
-    if text_key not in record:
-        present = ", ".join(map(repr, record)) or "none"
-        raise DataError(
-            f"{place}: no key {text_key!r}; keys present: {present}; set data.text_key to the one "
-            "that holds the text"
-        )
-    text = record[text_key]
+    text = _field(fields, text_key, place)
     if not isinstance(text, str):
         raise DataError(
             f"{place}: {text_key!r} holds {type(text).__name__}, not a string; set data.text_key "
             "to the key that holds the text"
         )
     return text
+
+
+def _field(record: object, text_key: str, place: str) -> object:
+    """``record["a"]["b"]`` for the key ``a.b``, unless a field is called ``a.b`` itself."""
+    keys = text_key.split(".")
+    if isinstance(record, dict) and text_key in record:
+        keys = [text_key]
+    for depth, key in enumerate(keys):
+        inside = f" in {'.'.join(keys[:depth])!r}" if depth else ""
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{place}: expected a JSON object{inside}, found {type(record).__name__}"
+            )
+        if key not in record:
+            present = ", ".join(map(repr, record)) or "none"
+            raise DataError(
+                f"{place}: no key {key!r}{inside}; keys present: {present}; set data.text_key to "
+                "the one that holds the text"
+            )
+        record = record[key]
+    return record

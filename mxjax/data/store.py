@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import dataclasses
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -16,16 +17,27 @@ from mxjax.data.tokenizer import Tokenizer
 # are compared on the same held-out documents, and none trains on another's.
 _SPLIT_SEED = 0
 
+_PROBES = 64
+_PROBE_LENGTH = 16384
+
+
+class Tokens(Protocol):
+    """Token ids one after the other: a NumPy array, or files that are read where sliced."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: slice) -> np.ndarray: ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Documents as ranges of one flat array, which may be a memory map.
+    """Documents as ranges of one flat array, in memory or on disk.
 
     Selecting documents makes a new store on the same array, without copying.
     """
 
-    tokens: np.ndarray
-    """Token ids, uint16 or int32 [number of tokens]."""
+    tokens: Tokens
+    """Token ids, integers [number of tokens]."""
     starts: np.ndarray
     """First token of each document, int64 [number of documents]."""
     lengths: np.ndarray
@@ -44,6 +56,23 @@ class TokenStore:
         """The store of some documents, by index, in the given order."""
         return TokenStore(self.tokens, self.starts[documents], self.lengths[documents])
 
+    def read(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Some ranges of tokens, end to end, integers [sum of lengths]."""
+        ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
+        return np.concatenate([self.tokens[start : start + length] for start, length in ranges])
+
+    def probe(self) -> np.ndarray:
+        """Tokens by which two stores of equal documents are told apart.
+
+        All of them if they are in memory or few. Of a large array on disk, which would take hours
+        to read, evenly spaced pieces, the first and the last tokens among them.
+        """
+        size = len(self.tokens)
+        if isinstance(self.tokens, np.ndarray) or size <= _PROBES * _PROBE_LENGTH:
+            return self.tokens[:]
+        starts = np.linspace(0, size - _PROBE_LENGTH, _PROBES).astype(np.int64)
+        return self.read(starts, np.full(_PROBES, _PROBE_LENGTH))
+
 
 def tokenize(documents: Iterable[tuple[str, str | bytes]], tokenizer: Tokenizer) -> TokenStore:
     """The store of (place, text) documents, each with an end-of-document token appended.
@@ -57,19 +86,28 @@ def tokenize(documents: Iterable[tuple[str, str | bytes]], tokenizer: Tokenizer)
     typecode, dtype = ("H", np.uint16) if tokenizer.vocab_size <= 2**16 else ("i", np.int32)
     tokens, lengths = array.array(typecode), array.array("q")
     for place, text in documents:
-        try:
-            ids = tokenizer.encode(text)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{place}: not UTF-8 ({error}); convert the file, add it to data.exclude, or use "
-                "data.tokenizer=byte, which takes any bytes"
-            ) from error
+        ids = encode(place, text, tokenizer)
         if len(ids):
             tokens.frombytes(ids.astype(dtype).tobytes())
             tokens.append(tokenizer.eod_id)
             lengths.append(len(ids) + 1)
     lengths = np.array(lengths, dtype=np.int64)
     return TokenStore(np.frombuffer(tokens, dtype), np.cumsum(lengths) - lengths, lengths)
+
+
+def encode(place: str, text: str | bytes, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids of a document, integers [length]; `place` is for the message of the error.
+
+    Raises:
+      DataError: the tokenizer needs UTF-8 and the document is not.
+    """
+    try:
+        return tokenizer.encode(text)
+    except UnicodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 ({error}); convert the file, add it to data.exclude, or use "
+            "data.tokenizer=byte, which takes any bytes"
+        ) from error
 
 
 def split(store: TokenStore, validation_fraction: float) -> tuple[TokenStore, TokenStore | None]:
@@ -80,7 +118,7 @@ def split(store: TokenStore, validation_fraction: float) -> tuple[TokenStore, To
     tail is held out. Fraction 0 holds out nothing (None).
 
     Raises:
-      DataError: a single document is too short to be cut in two.
+      DataError: the documents are too short to be divided.
     """
     if validation_fraction == 0:
         return store, None
@@ -89,7 +127,14 @@ def split(store: TokenStore, validation_fraction: float) -> tuple[TokenStore, To
     order = random_permutation(store.num_documents, _SPLIT_SEED, Stream.SPLIT)
     held_out = round(validation_fraction * store.num_documents)
     held_out = min(max(held_out, 1), store.num_documents - 1)
-    return store.select(np.sort(order[held_out:])), store.select(np.sort(order[:held_out]))
+    parts = store.select(np.sort(order[held_out:])), store.select(np.sort(order[:held_out]))
+    if min(part.num_tokens for part in parts) < 2:  # a token and its target
+        raise DataError(
+            f"data.validation_fraction: {validation_fraction:g} of the {store.num_documents} "
+            "documents leaves a single token on one side; change it, give data.validation_paths, "
+            "or add data"
+        )
+    return parts
 
 
 def _split_document(store: TokenStore, fraction: float) -> tuple[TokenStore, TokenStore]:

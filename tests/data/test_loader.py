@@ -11,6 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mxjax.config.schema import DataConfig
+from mxjax.data.build import build_data
+from mxjax.data.indexed import IndexedWriter
 from mxjax.data.loader import BatchLoader
 from mxjax.data.packing import PackedSamples
 from mxjax.data.store import TokenStore
@@ -61,6 +64,15 @@ def load(samples, batch_size=8, num_microbatches=1, sharding=None, **options):
 def sample_numbers(batch):
     """Sample of each row of a batch of `NumberedSamples`, in order of microbatches."""
     return np.asarray(batch["tokens"])[:, :, 0].ravel().tolist()
+
+
+def test_a_sequence_is_put_into_the_order_asked_for_before_it_is_split():
+    order = np.array([0, 3, 1, 2])
+    sharding = sharding_of(P(None, "dp", "cp"), axes=("dp", "cp"))
+    batch = next(load(NumberedSamples(), sharding=sharding, sequence_order=order))
+    assert np.asarray(batch["positions"])[0, 0].tolist() == order.tolist()
+    second = next(s for s in batch["positions"].addressable_shards if s.index[2].start == 2)
+    assert np.asarray(second.data)[0, 0].tolist() == [1, 2]
 
 
 def test_rows_are_consecutive_samples():
@@ -265,3 +277,36 @@ def wait_until(condition, seconds=10):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "layouts", [[(4, 8, 1), (2, 4, 2), (1, 6, 3)], [(1, 1, 1), (4, 16, 2), (2, 2, 1)]]
+)
+def test_resuming_in_mid_blend_with_another_layout_goes_on_with_the_next_sample(tmp_path, layouts):
+    """Sources on disk, unequal weights; the smaller one begins another pass on the way."""
+    for name, first, lengths in (("a", 0, [9, 30, 4, 21]), ("b", 500, [60, 3, 44, 90, 8])):
+        with IndexedWriter(str(tmp_path / name), np.dtype("uint16")) as writer:
+            for length in lengths:
+                writer.add_document(np.arange(first, first := first + length))
+    config = DataConfig(
+        source="indexed",
+        blend=((0.6, str(tmp_path / "a")), (0.4, str(tmp_path / "b"))),
+        validation_fraction=0.0,
+    )
+
+    def samples():
+        return build_data(config, SEQ_LENGTH, 1000, seed=5).train
+
+    seen, start = [], 0
+    for dp, batch_size, num_microbatches in layouts:
+        sharding = sharding_of(shape=(dp, 2))
+        loader = load(samples(), batch_size, num_microbatches, sharding, start=start)
+        for _ in range(3):
+            seen += np.asarray(next(loader)["tokens"]).reshape(-1, SEQ_LENGTH).tolist()
+        start = loader.next_sample_index
+        loader.close()
+    whole = samples()
+    assert seen == [whole[i]["tokens"].tolist() for i in range(start)]
+    from_first = [tokens[0] < 500 for tokens in seen]
+    assert abs(sum(from_first) - 0.6 * start) < 1
+    assert max(whole.epoch(i) for i in range(start)) >= 1

@@ -88,6 +88,30 @@ def test_a_jsonl_folder_means_its_jsonl_files(corpus):
     assert find(["sub"], file_format="jsonl") == ["sub/x.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("patterns", "files"),
+    [
+        (["sub/a"], ["sub/a.idx"]),
+        (["sub/a.bin", "sub/a.idx", "sub/a"], ["sub/a.idx"]),
+        (["sub/?"], ["sub/a.idx", "sub/b.idx"]),
+        (["sub/*.bin"], ["sub/a.idx", "sub/b.idx"]),
+        (["sub"], ["sub/a.idx", "sub/b.idx"]),
+        (["tests"], ["tests.idx"]),
+    ],
+)
+def test_an_indexed_dataset_is_named_by_its_prefix_or_either_file(corpus, patterns, files):
+    """A folder stands for all in it, unless a dataset has that very prefix."""
+    for name in ("sub/a", "sub/b", "tests"):
+        for suffix in (".bin", ".idx"):
+            (corpus / (name + suffix)).touch()
+    assert find(patterns, file_format="indexed") == files
+
+
+def test_a_prefix_without_files_is_named(corpus):
+    with pytest.raises(DataError, match=r"data\.paths: no \.idx file matches 'sub/x'"):
+        find(["sub/x"], file_format="indexed")
+
+
 def test_home_is_expanded(corpus, monkeypatch):
     monkeypatch.setenv("HOME", str(corpus / "sub"))
     assert find(["~/c.txt"]) == ["sub/c.txt"]
@@ -160,6 +184,37 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line, message):
     with pytest.raises(DataError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}:2: {message}")
+
+
+@pytest.mark.parametrize(
+    ("record", "text_key", "text"),
+    [
+        ({"a": {"b": "inner"}}, "a.b", "inner"),
+        ({"a": {"b": {"c": "deep"}}, "b": "x"}, "a.b.c", "deep"),
+        ({"a": {"b": "inner"}, "a.b": "a field of that name"}, "a.b", "a field of that name"),
+    ],
+)
+def test_a_dotted_key_leads_into_objects(tmp_path, record, text_key, text):
+    (tmp_path / "x").write_text(json.dumps(record))
+    assert [text for _, text in read(tmp_path / "x", text_key=text_key)] == [text]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"b": {"c": "x"}}, "no key 'a'; keys present: 'b'; set data.text_key"),
+        ({"a": {"x": 1, "y": 2}}, "no key 'b' in 'a'; keys present: 'x', 'y'; set data.text_key"),
+        ({"a": {"b": {}}}, "no key 'c' in 'a.b'; keys present: none"),
+        ({"a": "text"}, "expected a JSON object in 'a', found str"),
+        ({"a": {"b": {"c": ["x"]}}}, "'a.b.c' holds list, not a string"),
+    ],
+)
+def test_a_dotted_key_that_leads_nowhere_is_named(tmp_path, record, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(DataError) as caught:
+        read(path, text_key="a.b.c")
+    assert str(caught.value).startswith(f"{path}:1: {message}")
 
 
 def test_an_unreadable_file_is_named(tmp_path):

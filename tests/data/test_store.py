@@ -90,6 +90,14 @@ def test_a_single_short_document_cannot_be_split():
         split(store_of(["ab"]), 0.5)
 
 
+def test_a_side_of_a_single_token_cannot_be_used():
+    store = TokenStore(np.arange(5), np.array([0, 4]), np.array([4, 1]))
+    with pytest.raises(
+        DataError, match=r"data\.validation_fraction: 0\.5 of the 2 documents leaves"
+    ):
+        split(store, 0.5)
+
+
 def test_fraction_zero_holds_out_nothing():
     store = store_of(["a", "b"])
     assert split(store, 0) == (store, None)
