@@ -1,0 +1,165 @@
+"""Look at checkpoints: mxjax's own, Megatron's, torch's, and safetensors.
+
+Exit codes: 0 done, 1 something is missing (inspect) or differs (verify), 2 it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mxjax.ckpt.errors import CheckpointFormatError
+from mxjax.ckpt.inspection import Summary, inspect
+from mxjax.ckpt.verify import LeafComparison, compare
+
+_MODEL = (
+    "model_type",
+    "num_layers",
+    "num_hidden_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_key_value_heads",
+    "vocab_size",
+    "padded_vocab_size",
+    "normalization",
+    "multi_latent_attention",
+    "num_experts",
+    "moe_router_topk",
+    "mtp_num_layers",
+    "params_dtype",
+)
+"""Arguments shown, by the names of Megatron and Hugging Face; ``--json`` has all."""
+
+_SHOWN = 20
+"""Differing leaves shown; ``--json`` has all of them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    # JAX, which reads our own checkpoints, would take the GPUs of a run that is going on.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        return arguments.run(arguments)
+    except CheckpointFormatError as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mxjax.ckpt",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    look = commands.add_parser("inspect", help="say what a checkpoint is and what it lacks")
+    look.add_argument("path", type=Path, metavar="PATH", help="a folder or a file")
+    look.add_argument("--json", action="store_true", help="print JSON, with all arguments")
+    look.add_argument(
+        "--checksums",
+        action="store_true",
+        help="read all of it and compare the checksums that torch stored",
+    )
+    look.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="compare two checkpoints of the same kind")
+    verify.add_argument("a", type=Path, metavar="A")
+    verify.add_argument("b", type=Path, metavar="B")
+    verify.add_argument("--json", action="store_true", help="print JSON, with all leaves")
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    summary = inspect(arguments.path, arguments.checksums)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(summary), default=str))
+    else:
+        _print_summary(summary)
+    return 1 if summary.missing else 0
+
+
+def _print_summary(summary: Summary) -> None:
+    totals = {
+        key: sum(counts[key] for counts in summary.dtypes.values())
+        for key in ("tensors", "elements", "bytes")
+    }
+    rows = {
+        "kind": summary.kind,
+        "path": summary.path,
+        "format": _pairs(summary.format),
+        "step": "not recorded" if summary.step is None else summary.step,
+        "others": ", ".join(summary.others),
+        "grid": _pairs(summary.grid),
+        "model": _pairs({k: summary.model[k] for k in _MODEL if summary.model.get(k) is not None}),
+        "tensors": f"{totals['tensors']} of {totals['elements']:,} elements,"
+        f" {_bytes(totals['bytes'])}",
+        **{
+            f"  {name}": f"{counts['tensors']}, {_bytes(counts['bytes'])}"
+            for name, counts in summary.dtypes.items()
+        },
+        "files": _bytes(summary.file_bytes),
+        "missing": ("\n" + " " * 13).join(summary.missing) or "nothing",
+    }
+    for name, value in rows.items():
+        if value != "":
+            print(f"{name:12} {value}")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    comparison = compare(arguments.a, arguments.b)
+    differing = comparison.differing
+    if arguments.json:
+        leaves = [
+            dataclasses.asdict(leaf)
+            # JSON has no infinity.
+            | {"max_abs": "inf" if leaf.max_abs == math.inf else leaf.max_abs}
+            for leaf in comparison.leaves
+        ]
+        print(json.dumps({"kind": comparison.kind, "equal": not differing, "leaves": leaves}))
+    else:
+        for leaf in differing[:_SHOWN]:
+            print(_difference(leaf))
+        if len(differing) > _SHOWN:
+            print(f"... and {len(differing) - _SHOWN} more")
+        print(f"{len(comparison.leaves)} leaves, {len(differing)} differ")
+    return 1 if differing else 0
+
+
+def _difference(leaf: LeafComparison) -> str:
+    if leaf.a is None or leaf.b is None:
+        return f"{leaf.name}: only in {'B' if leaf.a is None else 'A'}, {leaf.b or leaf.a}"
+    if leaf.a == leaf.b and leaf.max_abs is not None:
+        return f"{leaf.name}: {leaf.a}, largest difference {leaf.max_abs:.3g}"
+    gap = "" if leaf.max_abs is None else f", largest difference {leaf.max_abs:.3g}"
+    return f"{leaf.name}: {leaf.a} in A, {leaf.b} in B{gap}"
+
+
+def _pairs(values: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
