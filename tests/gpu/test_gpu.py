@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mxjax.config import Config, DataConfig, ModelConfig, MoEConfig, ParallelConfig, TrainingConfig
 from mxjax.kernels.attention import causal_attention
+from mxjax.sharding.context_parallel import sequence_order
 from mxjax.sharding.mesh import build_mesh
 from mxjax.training.gradients import Objective
 
@@ -81,7 +82,8 @@ def loss_and_gradients(config: Config, devices):
         "segment_ids": np.sort(generator.integers(1, 4, shape), axis=-1),
         "positions": np.broadcast_to(np.arange(64), shape),
     }
-    batch = {name: value.astype(np.int32) for name, value in batch.items()}
+    order = sequence_order(64, config.parallel.cp)
+    batch = {name: value[..., order].astype(np.int32) for name, value in batch.items()}
     bias = objective.model.initial_expert_bias()
     replicated, key = NamedSharding(mesh, PartitionSpec()), jax.random.key(0)
     with jax.default_matmul_precision("highest"):
@@ -114,6 +116,10 @@ def test_gpu_and_cpu_agree_in_fp32():
         {"ep": 2},
         {"ep": 2, "zero_stage": 3},
         {"tp": 2, "expert_tensor_parallel": False},
+        {"cp": 2},
+        {"cp": 2, "cp_rotation": "alltoall"},
+        {"cp": 2, "cp_method": "allgather", "zero_stage": 3},
+        {"sp": 2},
     ],
     ids=str,
 )

@@ -1,0 +1,362 @@
+"""One block of attention, some queries against some keys, and its gradient.
+
+Attention over a long sequence can be made of blocks (Rabe and Staats 2021; Dao 2023, section 3.1).
+With scores s = scale * q k^T of a block and L = log sum exp(s) of each of its rows, the rows of two
+blocks x and y are together
+
+    L = log(exp(L_x) + exp(L_y)),   out = exp(L_x - L) out_x + exp(L_y - L) out_y
+
+and with the L and `out` of the *whole* row each block's part of the gradient follows by itself:
+
+    p = exp(s - L),   dv = p^T dout,   ds = p * (dout v^T - sum(dout * out)),
+    dq = scale * ds k,   dk = scale * ds^T q
+
+With dropout p is masked and scaled up in `out`, dv and in front of dout v^T, and nowhere else.
+
+Shapes: B batch, Q queries, K keys, N query heads, G key/value heads (N a multiple of G), R = N / G,
+D width of query and key heads, E width of value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+Implementation = Literal["auto", "cudnn", "xla"]
+
+MASKED = -1e30
+"""Score of what a query may not see, and log-sum-exp of a query that sees nothing. Not -inf: the
+difference of two of these is a number."""
+
+TILE_ROWS = 512
+"""The XLA form holds the scores of so many queries at a time, if that divides their number."""
+
+RESULTS = ("attention_out", "attention_log_sum_exp")
+"""Names, for recompute policies, of what the backward pass needs and is dear to compute again."""
+
+type SegmentIds = tuple[jax.Array, jax.Array]
+"""int32 of the queries [B, Q] and of the keys [B, K]."""
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """What all blocks of an attention have in common."""
+
+    scale: float
+    """Multiplies the scores."""
+    dropout_rate: float = 0.0
+    """Of the probabilities; needs a key."""
+    implementation: Implementation = "auto"
+    """As for `causal_attention`."""
+
+
+def attention_block(
+    q_BQND: jax.Array,
+    k_BKGD: jax.Array,
+    v_BKGE: jax.Array,
+    segment_ids: SegmentIds | None,
+    key: jax.Array | None,
+    *,
+    causal: bool,
+    options: BlockOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, Q, N, E] and log-sum-exp [B, N, Q] of a block, both fp32. Not differentiable.
+
+    A query sees the keys with its own segment id and, with `causal`, only those with an index up to
+    its own. If it sees nothing, its output is 0 and its log-sum-exp `MASKED`.
+
+    Raises:
+      ValueError: `implementation` is `cudnn`, which cannot run this.
+    """
+    tile = _tile_rows(q_BQND.shape[1])
+    q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
+    if _takes_cudnn(q_BQND, k_BKGD, segment_ids, options):
+        return _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, options.scale)
+
+    def rows(index):
+        q, mask, tile_key = _tile(index, tile, q_BQND, k_BKGD, segment_ids, key, causal)
+        return _xla_forward(q, k_BKGD, v_BKGE, mask, tile_key, options)
+
+    if len(indices) == 1:
+        return rows(indices[0])
+    out, lse = lax.map(rows, indices)
+    return _join(out, 1), _join(lse, 2)
+
+
+def attention_block_gradient(
+    q_BQND: jax.Array,
+    k_BKGD: jax.Array,
+    v_BKGE: jax.Array,
+    segment_ids: SegmentIds | None,
+    key: jax.Array | None,
+    out_BQNE: jax.Array,
+    lse_BNQ: jax.Array,
+    d_out_BQNE: jax.Array,
+    *,
+    causal: bool,
+    options: BlockOptions,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This block's part of the gradients of q, k and v, fp32.
+
+    Args:
+      out_BQNE, lse_BNQ: of the whole rows, of which this block may be a part.
+      d_out_BQNE: gradient of `out_BQNE`.
+      The rest as it was given to `attention_block`.
+    """
+    tile = _tile_rows(q_BQND.shape[1])
+    q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
+    if _takes_cudnn(q_BQND, k_BKGD, segment_ids, options):
+        results = (out_BQNE, lse_BNQ, d_out_BQNE)
+        return _cudnn_gradient(q_BQND, k_BKGD, v_BKGE, segment_ids, results, causal, options.scale)
+
+    def rows(index):
+        q, mask, tile_key = _tile(index, tile, q_BQND, k_BKGD, segment_ids, key, causal)
+        out, d_out = (_cut(x, index, tile, 1) for x in (out_BQNE, d_out_BQNE))
+        results = (out, _cut(lse_BNQ, index, tile, 2), d_out)
+        return _xla_gradient(q, k_BKGD, v_BKGE, mask, tile_key, results, options)
+
+    if len(indices) == 1:
+        return rows(indices[0])
+
+    def add(total, index):
+        d_q, d_k, d_v = rows(index)
+        return (total[0] + d_k, total[1] + d_v), d_q
+
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k_BKGD, v_BKGE)]
+    (d_k, d_v), d_q = lax.scan(add, tuple(zeros), indices)
+    return _join(d_q, 1), d_k, d_v
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def tiled_causal_attention(
+    q_BSND: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGE: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    key: jax.Array | None,
+    options: BlockOptions,
+) -> jax.Array:
+    """Causal attention, [B, S, N, E], that never holds more than `TILE_ROWS` rows of scores."""
+    return _tiled_forward(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)[0]
+
+
+def _tiled_forward(q, k, v, ids, key, options):
+    pair = None if ids is None else (ids, ids)
+    out, lse = attention_block(q, k, v, pair, key, causal=True, options=options)
+    out, lse = named_results(out.astype(q.dtype), lse)
+    return out, (q, k, v, ids, key, out, lse)
+
+
+def _tiled_backward(options, residuals, d_out):
+    q, k, v, ids, key, out, lse = residuals
+    pair = None if ids is None else (ids, ids)
+    grads = attention_block_gradient(
+        q, k, v, pair, key, out, lse, d_out, causal=True, options=options
+    )
+    return *(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None, None
+
+
+tiled_causal_attention.defvjp(_tiled_forward, _tiled_backward)
+
+
+def named_results(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two under the names that recompute policies know."""
+    return tuple(checkpoint_name(x, name) for x, name in zip((out, lse), RESULTS, strict=True))
+
+
+def _tied(q_BQND, segment_ids, num_tiles):
+    """Queries, segment ids and indices of tiles, as if all came from the queries.
+
+    JAX moves what is the same for all layers out of the loop over layers. A mask is, if it is made
+    of segment ids alone; and those of all tiles and blocks together are as large as all scores.
+    """
+    return lax.optimization_barrier((q_BQND, segment_ids, jnp.arange(num_tiles)))
+
+
+# XLA: scores in fp32
+
+
+def _tile_rows(num_queries: int) -> int:
+    fits = num_queries > TILE_ROWS and num_queries % TILE_ROWS == 0
+    return TILE_ROWS if fits else num_queries
+
+
+def _cut(x: jax.Array, index, tile: int, dim: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, index * tile, tile, dim)
+
+
+def _join(tiles: jax.Array, dim: int) -> jax.Array:
+    """[tiles, ..., rows, ...] -> [..., tiles * rows, ...], `dim` counted in the result."""
+    moved = jnp.moveaxis(tiles, 0, dim)
+    shape = moved.shape
+    return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+
+
+def _tile(index, tile, q_BQND, k_BKGD, segment_ids, key, causal):
+    """Queries, mask [B or 1, tile, K] (None: all seen) and key of some rows."""
+    K = k_BKGD.shape[1]
+    mask = None
+    if causal:
+        mask = (index * tile + jnp.arange(tile))[:, None] >= jnp.arange(K)
+        mask = mask[None]
+    if segment_ids is not None:
+        q_ids, kv_ids = segment_ids
+        same = _cut(q_ids, index, tile, 1)[:, :, None] == kv_ids[:, None, :]
+        mask = same if mask is None else mask & same
+    key = None if key is None else jax.random.fold_in(key, index)
+    return _cut(q_BQND, index, tile, 1), mask, key
+
+
+def _grouped(x_BQND: jax.Array, G: int) -> jax.Array:
+    """Heads first, and the R heads of a group as more rows: [B, G, R * Q, D]."""
+    B, Q, N, D = x_BQND.shape
+    return x_BQND.reshape(B, Q, G, N // G, D).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, D)
+
+
+def _ungrouped(x_BGXD: jax.Array, Q: int) -> jax.Array:
+    B, G, X, D = x_BGXD.shape
+    return x_BGXD.reshape(B, G, X // Q, Q, D).transpose(0, 3, 1, 2, 4).reshape(B, Q, -1, D)
+
+
+def _product(spec: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+
+
+def _exponentials(scores_BGXK, mask, offset_BGX1):
+    """exp(scores - offset), 0 where nothing is seen."""
+    weights = jnp.exp(scores_BGXK - offset_BGX1)
+    return weights if mask is None else jnp.where(mask, weights, 0)
+
+
+def _masked_scores(q_BGXD, k_BKGD, mask_BQK, scale):
+    """Scores [B, G, X, K] and the mask as it broadcasts to them."""
+    scores = _product("bgxd,bkgd->bgxk", q_BGXD, k_BKGD) * scale
+    if mask_BQK is None:
+        return scores, None
+    R = q_BGXD.shape[2] // mask_BQK.shape[1]
+    mask = jnp.tile(mask_BQK, (1, R, 1))[:, None]
+    return jnp.where(mask, scores, MASKED), mask
+
+
+def _dropped(x, key, rate):
+    """Dropout of probabilities, or of their gradient: the same places for the same key."""
+    if not rate:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0)
+
+
+def _xla_forward(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, options: BlockOptions):
+    (B, Q, N, _), G = q_BQND.shape, k_BKGD.shape[2]
+    q_BGXD = _grouped(q_BQND, G)
+    scores, mask = _masked_scores(q_BGXD, k_BKGD, mask_BQK, options.scale)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = _exponentials(scores, mask, top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    seen = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    weights = _dropped(weights, key, options.dropout_rate)
+    out_BGXE = _product("bgxk,bkge->bgxe", weights.astype(v_BKGE.dtype), v_BKGE) / seen
+    lse_BGX1 = jnp.where(total > 0, top + jnp.log(seen), MASKED)
+    return _ungrouped(out_BGXE, Q), lse_BGX1.reshape(B, N, Q)
+
+
+def _xla_gradient(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, results, options: BlockOptions):
+    out_BQNE, lse_BNQ, d_out_BQNE = results
+    (B, Q, _, _), G, rate = q_BQND.shape, k_BKGD.shape[2], options.dropout_rate
+    q_BGXD, d_out_BGXE = _grouped(q_BQND, G), _grouped(d_out_BQNE, G)
+    delta = _product("bgxe,bgxe->bgx", _grouped(out_BQNE, G), d_out_BGXE)[..., None]
+    scores, mask = _masked_scores(q_BGXD, k_BKGD, mask_BQK, options.scale)
+    probs = _exponentials(scores, mask, lse_BNQ.reshape(B, G, -1, 1))
+    kept = _dropped(probs, key, rate).astype(d_out_BQNE.dtype)
+    d_v = _product("bgxk,bgxe->bkge", kept, d_out_BGXE)
+    d_probs = _dropped(_product("bgxe,bkge->bgxk", d_out_BGXE, v_BKGE), key, rate)
+    d_scores = (probs * (d_probs - delta) * options.scale).astype(q_BQND.dtype)
+    d_q = _product("bgxk,bkgd->bgxd", d_scores, k_BKGD)
+    d_k = _product("bgxk,bgxd->bkgd", d_scores, q_BGXD)
+    return _ungrouped(d_q, Q), d_k, d_v
+
+
+# cuDNN
+
+CUDNN_MASKED = -(2.0**41)
+"""What JAX adds to a score that a mask excludes, in bf16."""
+
+
+def cudnn_obstacle(q_BQND: jax.Array, dropout: bool) -> str | None:
+    """Why cuDNN's attention cannot run with these queries; None: it can."""
+    if jax.default_backend() != "gpu":
+        return "no NVIDIA GPU"
+    if q_BQND.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in 16 bits, not {q_BQND.dtype}"
+    head_dim = q_BQND.shape[-1]
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim {head_dim} is not a multiple of 8 up to 256"
+    return "attention dropout" if dropout else None
+
+
+def _takes_cudnn(q_BQND, k_BKGD, segment_ids, options: BlockOptions) -> bool:
+    if options.implementation == "xla":
+        return False
+    obstacle = cudnn_obstacle(q_BQND, options.dropout_rate > 0)
+    odd = q_BQND.shape[1] % 2 or k_BKGD.shape[1] % 2
+    if obstacle is None and segment_ids is not None and odd:
+        obstacle = "with document masks it needs an even number of queries and keys in a block"
+    if options.implementation == "cudnn" and obstacle:
+        raise ValueError(f"attention_implementation: cudnn cannot run here: {obstacle}; use auto")
+    return obstacle is None
+
+
+def _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal):
+    """Values as wide as keys (zeros in, zeros out), bias of the document mask, kind of mask."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    v = widened(v_BKGE, q_BQND.shape[-1])
+    kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    if segment_ids is None:
+        return cudnn, v, None, kind
+    q_ids, kv_ids = segment_ids
+    mask = (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
+    return cudnn, v, cudnn.combine_bias_and_mask(None, mask, q_BQND.dtype), kind
+
+
+def widened(x: jax.Array, width: int) -> jax.Array:
+    """`x` with zeros behind its last dim up to `width`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, scale):
+    cudnn, v, bias, kind = _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal)
+    out, lse_BNQ = cudnn.dot_product_attention(
+        q_BQND, k_BKGD, v, bias, scale=scale, mask_type=kind, return_residual=True
+    )
+    out = out[..., : v_BKGE.shape[-1]].astype(jnp.float32)
+    # To cuDNN a row that sees nothing sees everything, each with the same very low score.
+    empty_BNQ = lse_BNQ < CUDNN_MASKED / 2
+    out = jnp.where(empty_BNQ.transpose(0, 2, 1)[..., None], 0, out)
+    return out, jnp.where(empty_BNQ, MASKED, lse_BNQ)
+
+
+def _cudnn_gradient(q_BQND, k_BKGD, v_BKGE, segment_ids, results, causal, scale):
+    """The entry behind JAX's own gradient, since only that takes the log-sum-exp of whole rows."""
+    cudnn, v, bias, kind = _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal)
+    out, lse_BNQ, d_out = results
+    out, d_out = (widened(x.astype(q_BQND.dtype), q_BQND.shape[-1]) for x in (out, d_out))
+    none = jnp.zeros(0, q_BQND.dtype)
+    d_q, d_k, d_v = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        *(q_BQND, k_BKGD, v, none if bias is None else bias, *[none] * 6, lse_BNQ, out, d_out),
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(bias is not None, False),
+        mask_type=kind,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    d_v = d_v[..., : v_BKGE.shape[-1]]
+    return tuple(x.astype(jnp.float32) for x in (d_q, d_k, d_v))

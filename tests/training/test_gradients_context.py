@@ -1,0 +1,61 @@
+"""Loss and every gradient are those of one device where `cp` and `sp` split the sequence.
+
+Documents are packed, and their boundaries, drawn at random, heed no boundary of a rank.
+"""
+
+import pytest
+
+TWO = {"num_microbatches": 2}
+UNROLLED = {"scan_layers": False}
+GATHER = {"cp_method": "allgather"}
+SWAP = {"cp_rotation": "alltoall"}
+ZERO_3 = {"zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training", "remat"),
+    [
+        ({"cp": 2}, {}, "none"),
+        ({"cp": 2} | GATHER | ZERO_3, UNROLLED, "none"),
+        ({"cp": 4} | ZERO_3, {}, "dots"),
+        ({"cp": 4, "zero_stage": 2} | GATHER, TWO, "full"),
+        ({"cp": 4, "zero_stage": 1} | SWAP, {}, "none"),
+        ({"sp": 2} | ZERO_3, {}, "dots"),
+        ({"sp": 4, "tp": 2, "sequence_parallel": False}, {}, "none"),
+        ({"cp": 2, "sp": 2, "zero_stage": 1}, {}, "full"),
+        ({"dp": 2, "cp": 2, "tp": 2} | ZERO_3, {}, "none"),
+        ({"cp": 2, "sp": 2, "tp": 2} | ZERO_3, {}, "none"),
+    ],
+    ids=str,
+)
+def test_llama(small_config, assert_parity, parallel, training, remat):
+    """There are two key/value groups: with `sp` 4 and `tp` 2 each rank has one of its own."""
+    assert_parity(small_config("llama", parallel=parallel, training=training, remat=remat))
+
+
+def test_gpt2(small_config, assert_parity):
+    """Learned positions, and an embedding that is also the head."""
+    assert_parity(small_config("gpt2", parallel={"cp": 2, "sp": 2} | ZERO_3))
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "parallel"),
+    [
+        ("alltoall", {"cp": 2, "ep": 2} | ZERO_3),
+        ("allgather", {"cp": 2, "sp": 2, "tp": 2, "expert_tensor_parallel": False} | GATHER),
+        ("allgather", {"sp": 2, "ep": 2, "zero_stage": 1}),
+    ],
+    ids=str,
+)
+def test_qwen3_moe(small_config, assert_parity, dispatcher, parallel):
+    """The balancing losses are those of whole sequences and of the whole microbatch."""
+    moe = {"dispatcher": dispatcher}
+    assert_parity(small_config("qwen3_moe", moe=moe, parallel=parallel))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"cp": 4} | ZERO_3, {"cp": 2, "sp": 2, "tp": 2} | ZERO_3], ids=str
+)
+def test_deepseek_v3(small_config, assert_parity, parallel):
+    """Values narrower than keys, and targets several tokens ahead, over the borders of ranks."""
+    assert_parity(small_config("deepseek_v3", parallel=parallel))
