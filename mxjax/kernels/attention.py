@@ -7,12 +7,20 @@ and key heads, E width of value heads (D except in multi-head latent attention).
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-Implementation = Literal["auto", "cudnn", "xla"]
+from mxjax.kernels.attention_block import (
+    BlockOptions,
+    Implementation,
+    cudnn_obstacle,
+    tiled_causal_attention,
+    widened,
+)
+
+LONG_SEQUENCE = 4096
+"""Above it the XLA form computes scores again in the backward pass instead of keeping them."""
 
 
 def causal_attention(
@@ -40,31 +48,22 @@ def causal_attention(
     """
     dropout = dropout_rate > 0 and dropout_key is not None
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
-    obstacle = _cudnn_obstacle(q_BSND, dropout)
+    obstacle = cudnn_obstacle(q_BSND, dropout)
     if implementation == "cudnn" and obstacle:
         raise ValueError(f"attention_implementation: cudnn cannot run here: {obstacle}; use auto")
     if implementation == "xla" or obstacle:
         rate = dropout_rate if dropout else 0.0
+        if q_BSND.shape[1] > LONG_SEQUENCE:
+            options, key = BlockOptions(scale, rate, "xla"), dropout_key if dropout else None
+            return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
         return _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, dropout_key)
     mask = None if segment_ids_BS is None else _same_segment(segment_ids_BS)[:, None]
     # cuDNN through JAX wants values as wide as keys: zeros in, zeros out.
-    width = v_BSGE.shape[-1]
-    wide = jnp.pad(v_BSGE, [(0, 0)] * 3 + [(0, q_BSND.shape[-1] - width)])
+    wide = widened(v_BSGE, q_BSND.shape[-1])
     out = jax.nn.dot_product_attention(
         q_BSND, k_BSGD, wide, mask=mask, scale=scale, is_causal=True, implementation="cudnn"
     )
-    return out[..., :width]
-
-
-def _cudnn_obstacle(q_BSND: jax.Array, dropout: bool) -> str | None:
-    if jax.default_backend() != "gpu":
-        return "no NVIDIA GPU"
-    if q_BSND.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it computes in 16 bits, not {q_BSND.dtype}"
-    head_dim = q_BSND.shape[-1]
-    if head_dim % 8 or head_dim > 256:
-        return f"head_dim {head_dim} is not a multiple of 8 up to 256"
-    return "attention dropout" if dropout else None
+    return out[..., : v_BSGE.shape[-1]]
 
 
 def _same_segment(segment_ids_BS: jax.Array) -> jax.Array:

@@ -12,8 +12,9 @@ from flax import nnx
 from jax import lax
 
 from mxjax.config.schema import ModelConfig
-from mxjax.kernels.rope import apply_rope
+from mxjax.kernels.rope import apply_rope, attention_scale
 from mxjax.models.context import LayerContext
+from mxjax.models.norm import RMSNorm
 from mxjax.models.parts import param
 from mxjax.sharding import collectives, tensor_parallel
 from mxjax.sharding.context_parallel import attend
@@ -26,6 +27,7 @@ class Attention(nnx.Module):
         H, N, D = model.hidden_size, model.num_attention_heads, model.attention_head_dim
         G = model.attention_groups
         self.num_query_groups = G
+        self.scale = attention_scale(D, model.rope_scaling)
         self.implementation = model.attention_implementation
         self.dropout = model.attention_dropout
         self.add_qkv_bias = model.add_qkv_bias
@@ -42,6 +44,10 @@ class Attention(nnx.Module):
         if self.add_qkv_bias:
             self.q_bias = param(rngs, (N, D), ("heads", "head_dim"))
             self.kv_bias = param(rngs, (2, G, D), ("branch", "kv_heads", "head_dim"))
+        self.qk_layernorm = model.qk_layernorm
+        if self.qk_layernorm:
+            self.q_norm = RMSNorm(D, "head_dim", model.norm_epsilon, rngs)
+            self.k_norm = RMSNorm(D, "head_dim", model.norm_epsilon, rngs)
         if self.add_out_bias:
             self.out_bias = param(rngs, (H,), ("hidden",))
 
@@ -53,6 +59,8 @@ class Attention(nnx.Module):
             q_BSND += self.q_bias[...]
             kv += self._local_groups(self.kv_bias[...])
         k_BSGD, v_BSGD = kv[:, :, 0], kv[:, :, 1]
+        if self.qk_layernorm:
+            q_BSND, k_BSGD = self.q_norm(q_BSND), self.k_norm(k_BSGD)
         if ctx.rope is not None:
             q_BSND, k_BSGD = apply_rope(q_BSND, ctx.rope), apply_rope(k_BSGD, ctx.rope)
         mixed_BSND = attend(
@@ -60,9 +68,11 @@ class Attention(nnx.Module):
             k_BSGD,
             v_BSGD,
             segment_ids_Bs=ctx.segment_ids_BS,
+            scale=self.scale,
             dropout_rate=self.dropout,
             dropout_key=ctx.tensor_key(key),
             implementation=self.implementation,
+            context_parallel=ctx.context_parallel,
         )
         partial_BSH = jnp.einsum("bsnd,ndh->bsh", mixed_BSND, self.out[...])
         out_BsH = tensor_parallel.leave(partial_BSH, ctx.sequence_parallel)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import jax
 
 from mxjax.sharding import collectives
+from mxjax.sharding.context_parallel import ContextParallel
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +26,7 @@ class LayerContext:
     """Randomness of this microbatch on this data rank; None: no dropout."""
     sequence_parallel: bool = field(metadata={"static": True})
     """The residual stream is split over `tp` along the sequence."""
+    context_parallel: ContextParallel = field(metadata={"static": True})
 
     def residual_key(self, layer_key: jax.Array | None) -> jax.Array | None:
         """Key for values laid out as the residual stream: equal over `tp` where that is equal."""

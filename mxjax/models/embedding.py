@@ -47,7 +47,10 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm and vocabulary projection; tied models pass the embedding as its weight."""
+    """Final norm and vocabulary projection; tied models pass the embedding as its weight.
+
+    `x` of its methods has been through `norm`, or through that of multi-token prediction.
+    """
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         self.norm = Norm(model, rngs)
@@ -64,7 +67,7 @@ class Head(nnx.Module):
         self, x_BsH: jax.Array, embedding_VH: jax.Array, sequence_parallel: bool
     ) -> jax.Array:
         """This rank's part of the logits, [B, S, V], in the precision of x."""
-        x_BSH = tensor_parallel.enter(self.norm(x_BsH), sequence_parallel)
+        x_BSH = tensor_parallel.enter(x_BsH, sequence_parallel)
         if self.tied:
             return jnp.einsum("bsh,vh->bsv", x_BSH, embedding_VH)
         return jnp.einsum("bsh,hv->bsv", x_BSH, self.weight[...])

@@ -24,3 +24,14 @@ class Norm(nnx.Module):
         if self.centred:
             return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
         return rms_norm(x, self.scale[...], self.epsilon)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm over the last dim, of size `width` and logical name `axis`: heads and latents."""
+
+    def __init__(self, width: int, axis: str, epsilon: float, rngs: nnx.Rngs):
+        self.epsilon = epsilon
+        self.scale = param(rngs, (width,), (axis,), constant=1.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.scale[...], self.epsilon)

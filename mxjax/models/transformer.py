@@ -17,16 +17,19 @@ from jax import lax
 
 from mxjax.config.schema import ModelConfig, MoEConfig
 from mxjax.kernels.dropout import dropout
-from mxjax.kernels.rope import rope_frequencies, rope_table
+from mxjax.kernels.rope import rope_amplitude, rope_frequencies, rope_table
 from mxjax.models.attention import Attention
 from mxjax.models.context import LayerContext
 from mxjax.models.embedding import Embedding, Head
+from mxjax.models.mla import LatentAttention
 from mxjax.models.mlp import MLP
+from mxjax.models.mtp import MTPModule
 from mxjax.models.norm import Norm
 from mxjax.models.parts import Params, Part
 from mxjax.moe.layer import MoE
 from mxjax.moe.router import RouterStatistics
 from mxjax.sharding import collectives
+from mxjax.sharding.context_parallel import RING, ContextParallel
 
 NO_LAYER = 1 << 20
 """Stands for a layer index in the random key of what is not a layer (the embedding)."""
@@ -57,7 +60,7 @@ class TransformerLayer(nnx.Module):
     def __init__(self, model: ModelConfig, feed_forward: Callable[[nnx.Rngs], nnx.Module], rngs):
         self.hidden_dropout = model.hidden_dropout
         self.attention_norm = Norm(model, rngs)
-        self.attention = Attention(model, rngs)
+        self.attention = (LatentAttention if model.mla else Attention)(model, rngs)
         self.mlp_norm = Norm(model, rngs)
         self.mlp = feed_forward(rngs)
 
@@ -90,7 +93,8 @@ LayerWrapper = Callable[[LayerFunction, dict], LayerFunction]
 class Transformer:
     """The model as a set of parts and a pure forward pass; parameters are a nested dict.
 
-    Parameter tree: `embedding`, `dense_layers` and / or `moe_layers` (stacked), `head`.
+    Parameter tree: `embedding`, `dense_layers` and / or `moe_layers` (stacked), `head`,
+    `mtp_layers` (stacked) if there are modules for multi-token prediction.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Transformer:
         *,
         expert_tensor_parallel: bool = True,
         sequence_parallel: bool = False,
+        context_parallel: ContextParallel = RING,
         document_mask: bool = True,
         capacity_factor: float = float("inf"),
     ):
@@ -107,6 +112,7 @@ class Transformer:
         self.moe = moe
         self.document_mask = document_mask
         self._sequence_parallel = sequence_parallel
+        self._context_parallel = context_parallel
         num_dense = model.num_layers if moe.num_experts == 0 else moe.first_k_dense
         self.num_moe_layers = model.num_layers - num_dense
         self.parts: dict[str, Part] = {"embedding": Part(lambda rngs: Embedding(model, rngs))}
@@ -117,20 +123,30 @@ class Transformer:
         def experts(rngs):
             return MoE(model, moe, expert_tensor_parallel, capacity_factor, rngs)
 
+        def last_layer(rngs):
+            return TransformerLayer(model, experts if self.num_moe_layers else dense, rngs)
+
         if num_dense:
             self.parts["dense_layers"] = Part(
                 lambda rngs: TransformerLayer(model, dense, rngs), num_dense
             )
         if self.num_moe_layers:
-            self.parts["moe_layers"] = Part(
-                lambda rngs: TransformerLayer(model, experts, rngs), self.num_moe_layers
-            )
+            self.parts["moe_layers"] = Part(last_layer, self.num_moe_layers)
         self.parts["head"] = Part(lambda rngs: Head(model, rngs))
+        if model.mtp_num_layers:
+            self.parts["mtp_layers"] = Part(
+                lambda rngs: MTPModule(model, last_layer, rngs), model.mtp_num_layers
+            )
 
     @property
     def layer_groups(self) -> list[str]:
-        """Names of the stacked groups, in the order in which they run."""
-        return [name for name, part in self.parts.items() if part.num_layers is not None]
+        """Names of the stacked groups of the model's layers, in the order in which they run."""
+        return [name for name in ("dense_layers", "moe_layers") if name in self.parts]
+
+    @property
+    def num_routers(self) -> int:
+        """MoE layers, those of multi-token prediction (which come last) included."""
+        return self.num_moe_layers + (self.model.mtp_num_layers if self.num_moe_layers else 0)
 
     @property
     def infos(self) -> dict:
@@ -147,19 +163,18 @@ class Transformer:
 
     def initial_expert_bias(self) -> jax.Array | None:
         """Balancing bias of every MoE layer, [L, E] fp32; None without experts."""
-        if not self.num_moe_layers:
+        if not self.num_routers:
             return None
-        return jnp.zeros((self.num_moe_layers, self.moe.num_experts), jnp.float32)
+        return jnp.zeros((self.num_routers, self.moe.num_experts), jnp.float32)
 
     def context(self, batch: dict[str, jax.Array], key: jax.Array | None) -> LayerContext:
         """Side inputs of one microbatch (arrays [B, S]) on this rank."""
         sequence_parallel = self._sequence_parallel and collectives.axis_size("tp") > 1
         model, rope = self.model, None
         if model.position_embedding == "rope":
-            frequencies = rope_frequencies(
-                model.attention_head_dim, model.rope_theta, model.rope_scaling
-            )
-            rope = rope_table(batch["positions"], frequencies)
+            frequencies = rope_frequencies(model.rope_dim, model.rope_theta, model.rope_scaling)
+            amplitude = rope_amplitude(model.rope_scaling)
+            rope = rope_table(batch["positions"], frequencies, amplitude)
         valid = batch["segment_ids"] > 0
         has_dropout = model.hidden_dropout > 0 or model.attention_dropout > 0
         return LayerContext(
@@ -169,6 +184,7 @@ class Transformer:
             rope=rope,
             key=key if has_dropout else None,
             sequence_parallel=sequence_parallel,
+            context_parallel=self._context_parallel,
         )
 
     def hidden(
@@ -180,14 +196,12 @@ class Transformer:
         wrap: LayerWrapper,
     ) -> tuple[jax.Array, dict[str, LayerAux]]:
         """Residual stream after the last layer, and each group's `aux` stacked over its layers."""
-        embedding = self.parts["embedding"].bind(params["embedding"])
-        key = None if ctx.key is None else jax.random.fold_in(ctx.key, NO_LAYER)
-        x = embedding(tokens_BS, ctx, key)
+        x = self._embed(params, tokens_BS, ctx, NO_LAYER)
         aux: dict[str, LayerAux] = {}
         first = 0
         for name in self.layer_groups:
             part = self.parts[name]
-            bias = expert_bias_LE if name == "moe_layers" else None
+            bias = expert_bias_LE[: self.num_moe_layers] if name == "moe_layers" else None
 
             def layer(layer_params, x, ctx, index, bias_E, part=part):
                 return part.bind(layer_params)(x, ctx, index, bias_E)
@@ -197,6 +211,49 @@ class Transformer:
             x, aux[name] = run_layers(run, params[name], x, ctx, indices, bias)
             first += part.num_layers
         return x, aux
+
+    def _embed(self, params: Params, tokens_BS: jax.Array, ctx: LayerContext, use: int):
+        """Residual stream of these tokens. `use` tells apart the dropout of several calls."""
+        embedding = self.parts["embedding"].bind(params["embedding"])
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, use)
+        return embedding(tokens_BS, ctx, key)
+
+    def ahead(
+        self,
+        params: Params,
+        expert_bias_LE: jax.Array | None,
+        x_BsH: jax.Array,
+        tokens: list[jax.Array],
+        ctx: LayerContext,
+        wrap: LayerWrapper,
+    ) -> tuple[list[jax.Array], LayerAux]:
+        """Multi-token prediction.
+
+        Args:
+          x_BsH: output of the last layer, after the final norm.
+          tokens: for module k = 1, 2, ... the token k places ahead of each position, [B, S].
+
+        Returns:
+          What the head makes each module's predictions of, and their `aux` stacked.
+        """
+        part, layers = self.parts["mtp_layers"], params["mtp_layers"]
+
+        def module(module_params, *inputs):
+            return part.bind(module_params)(*inputs)
+
+        run = wrap(module, part.layer_infos)
+        outputs, auxes = [], []
+        for k, tokens_BS in enumerate(tokens):
+            if isinstance(layers, list):
+                weights = layers[k]
+            else:
+                weights = jax.tree.map(lambda p, k=k: p[k], layers)
+            bias_E = expert_bias_LE[self.num_moe_layers + k] if self.num_moe_layers else None
+            embedded = self._embed(params, tokens_BS, ctx, NO_LAYER + 1 + k)
+            x_BsH, aux = run(weights, x_BsH, embedded, ctx, self.model.num_layers + k, bias_E)
+            outputs.append(x_BsH)
+            auxes.append(aux)
+        return outputs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
 
 
 def run_layers(

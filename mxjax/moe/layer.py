@@ -17,7 +17,8 @@ from mxjax.moe.dispatch import DispatchedRows, Dispatcher, needed_factor, places
 from mxjax.moe.dispatch_allgather import AllGatherDispatcher
 from mxjax.moe.dispatch_alltoall import AllToAllDispatcher
 from mxjax.moe.experts import Experts
-from mxjax.moe.router import Router, RouterStatistics
+from mxjax.moe.router import RouterStatistics
+from mxjax.moe.router_class import router_class
 from mxjax.sharding import collectives
 
 
@@ -40,7 +41,7 @@ class MoE(nnx.Module):
         self.moe = moe
         self.expert_tensor_parallel = expert_tensor_parallel
         self.capacity_factor = capacity_factor
-        self.router = Router(model, moe, rngs)
+        self.router = router_class(moe.router)(model, moe, rngs)
         self.experts = Experts(model, moe, rngs)
         if moe.shared_expert_intermediate_size:
             self.shared = MLP(model, moe.shared_expert_intermediate_size, False, rngs)

@@ -2,7 +2,7 @@
 
 Shapes: B batch, s sequence of the residual stream, T = B s tokens, E experts, K chosen experts.
 Papers: Switch Transformer (Fedus et al. 2021, section 2.2), ST-MoE (Zoph et al. 2022, section 2),
-Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024, section 2.1.2).
+Mixtral (Jiang et al. 2024), DeepSeek-V2 (2024), DeepSeek-V3 (2024, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class RouterStatistics:
 
 
 class Router(nnx.Module):
-    """A linear layer in fp32 and top-k."""
+    """A linear layer in fp32 and top-k.
+
+    A router of one's own (`moe.router`) overrides one of its methods; see `docs/tutorial.md`.
+    """
 
     def __init__(self, model: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         self.moe = moe
@@ -59,7 +62,7 @@ class Router(nnx.Module):
         """
         moe, (B, s, H) = self.moe, x_BsH.shape
         E = moe.num_experts
-        logits_TE = x_BsH.reshape(-1, H).astype(jnp.float32) @ self.weight[...].astype(jnp.float32)
+        logits_TE = self._logits(x_BsH.reshape(-1, H).astype(jnp.float32))
         valid_T1 = valid_Bs.reshape(-1, 1)
         scores_TE, full_TE = self._scores(logits_TE)
         experts_TK = self._choose(scores_TE, bias_E)
@@ -73,6 +76,10 @@ class Router(nnx.Module):
             z_sum=jnp.sum(jnp.where(valid_T1[:, 0], z_T, 0)),
         )
         return experts_TK, jnp.where(valid_T1, weights_TK, 0), statistics
+
+    def _logits(self, x_TH: jax.Array) -> jax.Array:
+        """Affinity of each token (fp32) to each expert."""
+        return x_TH @ self.weight[...].astype(jnp.float32)
 
     def _scores(self, logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What top-k compares, and the same normalised over all experts for the aux loss."""
@@ -90,7 +97,21 @@ class Router(nnx.Module):
             stride = next(s for s in range(max(1, E // K), E + 1) if math.gcd(s, E) == 1 or E == 1)
             dealt = jnp.arange(T)[:, None] * K + jnp.arange(K)
             return (dealt * stride % E).astype(jnp.int32)
-        return lax.top_k(lax.stop_gradient(scores_TE) + bias_E, K)[1].astype(jnp.int32)
+        compared_TE = lax.stop_gradient(scores_TE) + bias_E
+        if self.moe.num_groups is not None:
+            compared_TE = self._limit_to_groups(compared_TE)
+        return lax.top_k(compared_TE, K)[1].astype(jnp.int32)
+
+    def _limit_to_groups(self, compared_TE: jax.Array) -> jax.Array:
+        """Group-limited routing (DeepSeek-V2, 2024, section 2.2.2; DeepSeek-V3, section 2.1.2):
+        minus infinity outside of each token's best groups."""
+        moe, (T, E) = self.moe, compared_TE.shape
+        compared_TGe = compared_TE.reshape(T, moe.num_groups, E // moe.num_groups)
+        best = 1 if moe.group_score == "max" else moe.router_topk // moe.group_topk
+        score_TG = jnp.sum(lax.top_k(compared_TGe, best)[0], axis=-1)
+        chosen_TK = lax.top_k(score_TG, moe.group_topk)[1]
+        allowed_TG = jnp.any(jax.nn.one_hot(chosen_TK, moe.num_groups, dtype=bool), axis=1)
+        return jnp.where(allowed_TG[:, :, None], compared_TGe, -jnp.inf).reshape(T, E)
 
     def _weights(self, scores_TE: jax.Array, experts_TK: jax.Array) -> jax.Array:
         moe = self.moe
