@@ -7,13 +7,14 @@ configuration or the data cannot be used.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mxjax.config import Config, ConfigError, ParallelConfig, load_config, to_yaml
+from mxjax.config import Config, ConfigError, ParallelConfig, Problem, load_config, to_yaml
 
 LAUNCHER_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 """Environment variables in which launchers say how many processes they have started."""
@@ -26,6 +27,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--print-config", action="store_true", help="print the whole configuration and stop"
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="compile a step, print its memory, collectives and FLOPs, and stop",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     cluster = parser.add_argument_group(
         "several processes (one command each, on one or more hosts)"
     )
@@ -59,8 +66,15 @@ def start_jax(parallel: ParallelConfig, arguments: argparse.Namespace) -> int:
     return jax.device_count()
 
 
-def check_processes(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with the options about several processes; None: nothing."""
+def check_options(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the options taken together; None: nothing."""
+    if arguments.json and not arguments.plan:
+        return "--json belongs to --plan"
+    if arguments.plan and (arguments.distributed or arguments.coordinator_address):
+        return (
+            "--plan runs in one process, on the devices that it sees; for more, plan with "
+            "parallel.cpu_devices"
+        )
     by_hand = (arguments.coordinator_address, arguments.num_processes, arguments.process_id)
     if any(value is not None for value in by_hand) and None in by_hand:
         return "--coordinator-address, --num-processes and --process-id belong together"
@@ -73,8 +87,22 @@ def check_processes(arguments: argparse.Namespace) -> str | None:
     return None
 
 
+def print_plan(config: Config, as_json: bool) -> None:
+    """Say what a step will need. JAX is set up already; nothing is created, read or written."""
+    from mxjax.sharding.mesh import build_mesh
+    from mxjax.training.plan import as_table, make_plan
+
+    plan = make_plan(config, build_mesh(config.parallel))
+    print(json.dumps(plan.as_json(), indent=2) if as_json else as_table(plan))
+
+
 def run(config: Config) -> None:
     """Train as configured. JAX is set up already."""
+    import jax
+
+    if config.model.attention_implementation == "cudnn" and jax.default_backend() != "gpu":
+        message = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}; use auto"
+        raise ConfigError([Problem("model.attention_implementation", "cudnn", message)])
     config = replace(config, run_dir=str(Path(config.run_dir).expanduser()))
     from mxjax.sharding.mesh import build_mesh
     from mxjax.training.loop import Trainer
@@ -85,7 +113,7 @@ def run(config: Config) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = parse_arguments(argv)
-    if problem := check_processes(arguments):
+    if problem := check_options(arguments):
         return report(problem, 2)
     try:
         config = load_config(
@@ -96,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.print_config:
         print(to_yaml(config), end="")
         return 0
+    if arguments.plan:
+        print_plan(config, arguments.json)
+        return 0
 
     from mxjax.ckpt.store import CheckpointError
     from mxjax.data import DataError
@@ -104,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         run(config)
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         return report(error, 2)
     except (CheckpointError, NonFiniteError, RunDirError) as error:
         return report(error, 1)

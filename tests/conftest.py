@@ -26,12 +26,16 @@ from jax.sharding import NamedSharding
 
 from mxjax.config.schema import (
     Config,
+    MLAConfig,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
     RematConfig,
+    RopeScalingConfig,
     TrainingConfig,
 )
+from mxjax.data.mtp import with_mtp
+from mxjax.sharding.context_parallel import sequence_order
 from mxjax.sharding.mesh import AXES, build_mesh
 from mxjax.training.gradients import Objective
 
@@ -74,11 +78,42 @@ DEEPSEEK = dataclasses.replace(
     norm_topk_prob=True,
     routed_scaling_factor=2.5,
 )
+QWEN3 = dataclasses.replace(LLAMA, qk_layernorm=True, head_dim=6)
+QWEN3_MOE = dataclasses.replace(
+    MIXTRAL,
+    shared_expert_intermediate_size=0,
+    router_pre_softmax=True,
+    norm_topk_prob=True,
+)
+MLA = MLAConfig(
+    q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+)
+DEEPSEEK_V3 = dataclasses.replace(
+    LLAMA,
+    num_query_groups=None,
+    mla=MLA,
+    rope_scaling=RopeScalingConfig(
+        kind="yarn", factor=4.0, original_max_position_embeddings=16, mscale_all_dim=0.7
+    ),
+    mtp_num_layers=1,
+)
 SHAPES = {
     "llama": (LLAMA, MoEConfig()),
     "gpt2": (GPT2, MoEConfig()),
     "mixtral": (LLAMA, MIXTRAL),
     "deepseek": (LLAMA, DEEPSEEK),
+    "qwen3": (QWEN3, MoEConfig()),
+    "qwen3_moe": (QWEN3, QWEN3_MOE),
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        dataclasses.replace(DEEPSEEK, router_topk=4, num_groups=4, group_topk=2),
+    ),
+    "deepseek_v2_lite": (
+        dataclasses.replace(
+            DEEPSEEK_V3, mla=dataclasses.replace(MLA, q_lora_rank=None), mtp_num_layers=0
+        ),
+        dataclasses.replace(MIXTRAL, first_k_dense=1, router_pre_softmax=True),
+    ),
 }
 
 
@@ -140,7 +175,8 @@ def abstract_params():
 @pytest.fixture(scope="session")
 def packed_batch():
     """(config, seed) -> one global batch [M, B, S] of packed documents, with padding at the end of
-    one sequence in four, one sequence of padding alone, and targets left out here and there."""
+    one sequence in four, one sequence of padding alone, and targets left out here and there, and
+    with what the model's multi-token prediction needs."""
 
     def make(config, seed=0):
         rng = np.random.default_rng(seed)
@@ -161,7 +197,8 @@ def packed_batch():
             "segment_ids": segments,
             "positions": positions,
         }
-        return {name: array.astype(np.int32) for name, array in arrays.items()}
+        arrays = {name: array.astype(np.int32) for name, array in arrays.items()}
+        return with_mtp(arrays, config.model.mtp_num_layers)
 
     return make
 
@@ -180,9 +217,9 @@ def random_weights():
             return (value + ("scale" in name)).astype(info.dtype)
 
         params = jax.tree_util.tree_map_with_path(draw, model.infos)
-        shape = (model.num_moe_layers, model.moe.num_experts)
+        shape = (model.num_routers, model.moe.num_experts)
         bias = rng.normal(0, 0.1, shape).astype(np.float32)
-        return params, bias if model.num_moe_layers else None
+        return params, bias if model.num_routers else None
 
     return make
 
@@ -202,7 +239,9 @@ def loss_and_gradients(mesh_of, packed_batch, random_weights):
             objective.param_specs,
         )
         function = jax.jit(objective.loss_and_gradients())
-        return jax.device_get(function(params, bias, packed_batch(config), jax.random.key(1)))
+        order = sequence_order(config.training.seq_length, config.parallel.cp)
+        batch = {name: array[..., order] for name, array in packed_batch(config).items()}
+        return jax.device_get(function(params, bias, batch, jax.random.key(1)))
 
     return run
 
@@ -224,8 +263,11 @@ def assert_parity(small_config, loss_and_gradients):
         expected_grads, expected = loss_and_gradients(alone)
         assert stats.num_targets == expected.num_targets
         np.testing.assert_array_equal(stats.counts_LE, expected.counts_LE)
-        for field in ("loss", "z_loss", "router_loss"):
-            np.testing.assert_allclose(getattr(stats, field), getattr(expected, field), rtol=2e-6)
+        for field in ("loss", "z_loss", "router_loss", "mtp_loss"):
+            got, want = getattr(stats, field), getattr(expected, field)
+            assert (got is None) == (want is None)
+            if want is not None:
+                np.testing.assert_allclose(got, want, rtol=2e-6)
         errors = jax.tree.map(relative_error, grads, expected_grads)
         broken = [
             f"{jax.tree_util.keystr(path)}: {error:.1e}"

@@ -57,6 +57,14 @@ def committed():
     return CheckpointStore("out", CheckpointConfig()).steps()
 
 
+def test_a_gpu_setting_without_a_gpu_exits_2(command, tmp_path, capsys):
+    cudnn = "model.attention_implementation=cudnn", "training.compute_dtype=bfloat16"
+    assert command(*cudnn) == 2
+    line = 'model.attention_implementation: "cudnn" -- needs an NVIDIA GPU, and JAX sees only cpu'
+    assert line in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_print_config_prints_what_a_run_would_use_and_does_nothing(command, tmp_path, capsys):
     assert command("optimizer.lr=0.5", "--print-config", "parallel.tp=1") == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)

@@ -159,7 +159,8 @@ def _parse(text: str) -> tuple[object, yaml.Node | None]:
     finally:
         loader.dispose()
     # Through JSON: keys become text, and anchors become copies that can be changed one by one.
-    return json.loads(json.dumps(value)), node
+    # Through UTF-8: half of a surrogate pair, which YAML can escape, is no text.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode()), node
 
 
 def _read_file(path: Path, readers: tuple[Path, ...] = (), named_at: str = "") -> list[_Layer]:

@@ -34,8 +34,9 @@ def component(cls):
 class RopeScalingConfig:
     """Stretching of rotary frequencies beyond the trained length."""
 
-    kind: Literal["linear", "llama3"] = "llama3"
-    """`linear` divides all positions by `factor`; `llama3` only slows the low frequencies."""
+    kind: Literal["linear", "llama3", "yarn"] = "llama3"
+    """`linear` divides all positions by `factor`; `llama3` and `yarn` only slow the low
+    frequencies."""
     factor: Annotated[float, Field(ge=1)] = 8.0
     """How many times longer the context becomes."""
     low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
@@ -43,7 +44,39 @@ class RopeScalingConfig:
     high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
     """llama3: wavelengths below original length / this stay as they are."""
     original_max_position_embeddings: Positive = 8192
-    """llama3: the length that the model was first trained with."""
+    """llama3, yarn: the length that the model was first trained with."""
+    beta_fast: Annotated[float, Field(gt=0)] = 32.0
+    """yarn: dims that turn more often than this over the original length stay as they are."""
+    beta_slow: Annotated[float, Field(gt=0)] = 1.0
+    """yarn: dims that turn less often than this over the original length are fully scaled."""
+    mscale: NonNegativeFloat = 1.0
+    """yarn: cos and sin are multiplied by m(mscale) / m(mscale_all_dim), where
+    m(s) = 0.1 s ln(factor) + 1."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """yarn: attention scores are multiplied by m(mscale_all_dim) squared."""
+
+
+@component
+class MLAConfig:
+    """Multi-head latent attention: keys and values of all heads come from one narrow latent.
+    The defaults are those of DeepSeek-V2-Lite."""
+
+    q_lora_rank: Positive | None = None
+    """Width of the latent of the queries; null: queries come directly from the hidden state."""
+    kv_lora_rank: Positive = 512
+    """Width of the latent that keys and values come from."""
+    qk_nope_head_dim: Positive = 128
+    """Width of the part of a query or key head without positions (Megatron's qk_head_dim)."""
+    qk_rope_head_dim: Positive = 64
+    """Width of the part with rotary positions, whose key all heads share (Megatron's
+    qk_pos_emb_head_dim)."""
+    v_head_dim: Positive = 128
+    """Width of a value head."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a whole query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @component
@@ -62,6 +95,10 @@ class ModelConfig:
     """Number of key/value heads (grouped-query attention); null: as many as query heads."""
     head_dim: Positive | None = None
     """Width of one head (Megatron's kv_channels); null: hidden_size / num_attention_heads."""
+    qk_layernorm: bool = False
+    """RMSNorm over each query and key head before rotary positions (Qwen3)."""
+    mla: MLAConfig | None = None
+    """Multi-head latent attention (DeepSeek) in place of grouped-query attention; null: none."""
     vocab_size: Positive = 320
     """Rows of the embedding and columns of the head, padding included. Must hold every id of
     the tokenizer and be a multiple of `parallel.tp`."""
@@ -92,13 +129,30 @@ class ModelConfig:
     init_method_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; matrices that write into the residual stream use
     this / sqrt(2 * num_layers)."""
+    mtp_num_layers: NonNegative = 0
+    """Multi-token prediction modules after the last layer (DeepSeek-V3): number k predicts the
+    token k + 1 places ahead, for a further loss in training."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
+    """Weight of the mean of the losses of all multi-token prediction modules."""
     attention_implementation: Literal["auto", "cudnn", "xla"] = "auto"
     """`cudnn` needs an NVIDIA GPU and 16-bit compute; `xla` runs everywhere; `auto` chooses."""
 
     @property
     def attention_head_dim(self) -> int:
-        """`head_dim` with its default filled in."""
+        """Width of a query and key head: `head_dim` with its default filled in, or MLA's."""
+        if self.mla is not None:
+            return self.mla.qk_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the part of a head that rotary positions turn."""
+        return self.mla.qk_rope_head_dim if self.mla is not None else self.attention_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.mla.v_head_dim if self.mla is not None else self.attention_head_dim
 
     @property
     def attention_groups(self) -> int:
@@ -127,6 +181,14 @@ class MoEConfig:
     k only (Mixtral)."""
     norm_topk_prob: bool = False
     """Divide the chosen scores by their sum. Softmax over the chosen k sums to one already."""
+    num_groups: Positive | None = None
+    """Group-limited routing (DeepSeek's n_group, Megatron's moe_router_num_groups): experts form
+    so many groups, and a token's experts come from its `group_topk` best groups; null: off."""
+    group_topk: Positive | None = None
+    """Groups that a token may choose from (DeepSeek's topk_group)."""
+    group_score: Literal["sum", "max"] = "sum"
+    """What groups are compared by: `sum` of the best router_topk / group_topk scores of a group
+    (Megatron; two in DeepSeek-V3), or the `max` (DeepSeek-V2)."""
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
     """Multiplies the weights of the chosen experts."""
     aux_loss_coeff: NonNegativeFloat = 0.0
@@ -145,6 +207,9 @@ class MoEConfig:
     """Sizes of the exchange and expert buffers, in multiples of perfect balance, smallest first.
     A step that overflows is repeated with the next one; the last resort, always present, holds
     any routing. No token is dropped."""
+    router: str | None = None
+    """`module:Class` of a router of one's own, a subclass of `mxjax.moe.router.Router`; null: that
+    one."""
     force_balanced: bool = False
     """Ignore the router's choice and deal tokens out evenly: for benchmarks only."""
 
@@ -161,9 +226,17 @@ class ParallelConfig:
     ep: AxisSize = 1
     """Expert parallel ranks; for everything that is not an expert, more data parallelism."""
     cp: AxisSize = 1
-    """Context parallel: attention over a split sequence (ring or all-gathered keys)."""
+    """Context parallel: each rank has a part of every sequence, for attention too, and gets keys
+    and values of the others."""
+    cp_method: Literal["ring", "allgather"] = "ring"
+    """How: `ring` passes them on in cp - 1 steps while it computes and never holds all; `allgather`
+    fetches all at once, which suits short sequences. Both compute the same blocks."""
+    cp_rotation: Literal["ppermute", "alltoall"] = "ppermute"
+    """ring: pass blocks to the next rank, or swap them within pairs of ranks (an even number), as
+    needed where ranks take different branches."""
     sp: AxisSize = 1
-    """Sequence parallel by head exchange (Ulysses)."""
+    """Sequence parallel by head exchange (Ulysses): each rank has a part of every sequence, but for
+    attention all of it (of what `cp` leaves) and a part of the heads."""
     tp: AxisSize = 1
     """Tensor parallel."""
     sequence_parallel: bool = True
@@ -175,7 +248,7 @@ class ParallelConfig:
     """With tp > 1: true splits each expert's inner width over `tp`; false folds `tp` into `ep`,
     so that whole experts spread over ep * tp ranks (Megatron's parallel folding)."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the gradient reduction over data-like axes."""
+    """Precision in which gradients are summed over devices."""
     cpu_devices: NonNegative = 0
     """Run each process on this many virtual CPU devices instead of the real ones; 0: the real
     ones."""
@@ -270,19 +343,32 @@ class OptimizerConfig:
 class DataConfig:
     """Where tokens come from, how they are packed and split."""
 
-    source: Literal["synthetic", "text", "jsonl"] = "synthetic"
-    """`synthetic`: random tokens; `text`: one document a file; `jsonl`: one document a line."""
+    source: Literal["synthetic", "text", "jsonl", "indexed"] = "synthetic"
+    """`synthetic`: random tokens; `text`: one document a file; `jsonl`: one document a line;
+    `indexed`: tokens in Megatron's `.bin` and `.idx` files."""
     paths: tuple[str, ...] = ()
     """Files, folders or globs (`**` allowed); of a folder all files, for jsonl its `*.jsonl`.
+    indexed: the prefix of the two files, with or without suffix, a folder or a glob.
     `{python_stdlib}` stands for the folder of Python's own standard library, without the packages
     installed below it."""
+    blend: tuple[tuple[Annotated[float, Field(gt=0)], str], ...] = ()
+    """Instead of `paths`: a list of `[weight, path]`, each a source of samples of its own, taken in
+    proportion to the weights."""
+    blend_stop: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """blend with `num_epochs`: stop when the first source has been passed over so often, or when
+    every source has and the others repeat."""
     exclude: tuple[str, ...] = ()
     """Files or folders to leave out; a relative glob matches in any folder, `./` ties it to the
     working directory."""
     text_key: str = "text"
-    """jsonl: the field that holds the text."""
-    tokenizer: Literal["byte"] = "byte"
-    """`byte`: ids 0-255 are bytes, 256 ends a document."""
+    """jsonl: the field that holds the text; `a.b` is the field `b` of the object in the field
+    `a`."""
+    tokenizer: str = "byte"
+    """`byte`: ids 0-255 are bytes, 256 ends a document; or the path of a Hugging Face
+    `tokenizer.json`."""
+    eod_token: str | None = None
+    """With a `tokenizer.json`: the special token that ends a document, such as `<|endoftext|>`;
+    null: none, which only `byte` allows."""
     document_mask: bool = True
     """Attention and positions start anew at each document; false lets a packed sequence attend
     across its documents, as most peers do."""
@@ -292,7 +378,8 @@ class DataConfig:
     """Evaluate on these files instead of a share of `paths`; never trained on, even if `paths`
     covers them."""
     num_epochs: Positive | None = None
-    """Stop after so many passes over the data; null: reshuffle and go on."""
+    """Stop after so many passes over the data; null: reshuffle and go on. Of a blend each source
+    counts its own passes, see `blend_stop`."""
     shuffle: bool = True
     """Shuffle documents and then samples, anew each epoch."""
     num_threads: Positive = 2

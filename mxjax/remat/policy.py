@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from mxjax.config.schema import RematConfig
+from mxjax.kernels.attention_block import RESULTS
 from mxjax.sharding.mesh import DATA_AXES
 
 LayerFunction = Callable[..., tuple]
@@ -39,6 +40,8 @@ def _keep_products(primitive, *_, **params) -> bool:
         # Two batch dims (batch and head) mean attention scores, quadratic in the sequence.
         _, (batch_dims, _) = params["dimension_numbers"]
         return len(batch_dims) < 2
+    if primitive.name == "name":
+        return params["name"] in RESULTS
     return primitive.name.startswith("dot_product_attention_fwd")
 
 

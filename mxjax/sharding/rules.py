@@ -31,7 +31,7 @@ class ParamInfo:
 class ShardingRules:
     """Mesh axes of each logical dim of a parameter. A dim named `None` is never split.
 
-    Every non-expert matrix has exactly one `hidden` dim and every expert matrix one
+    Every non-expert matrix has exactly one `hidden` or `latent` dim and every expert matrix one
     `expert_hidden` dim: ZeRO splits these, so that it composes with any tensor split.
     """
 
@@ -39,6 +39,12 @@ class ShardingRules:
     vocab: MeshAxes = ("tp",)
     position: MeshAxes = ()
     hidden: MeshAxes = ()
+    latent: MeshAxes = ()
+    """The narrow vector of multi-head latent attention, where it is a matrix's input."""
+    latent_out: MeshAxes = ()
+    """The same where it is made of the hidden state."""
+    joined: MeshAxes = ()
+    """Embedding and hidden state end to end (multi-token prediction)."""
     heads: MeshAxes = ("tp",)
     kv_heads: MeshAxes = ("tp",)
     head_dim: MeshAxes = ()
@@ -93,4 +99,6 @@ def stored_rules(parallel: ParallelConfig, model: ModelConfig) -> ShardingRules:
     rules = compute_rules(parallel, model)
     if parallel.zero_stage == 0:
         return rules
-    return dataclasses.replace(rules, hidden=DATA_AXES, expert_hidden=EXPERT_DATA_AXES)
+    return dataclasses.replace(
+        rules, hidden=DATA_AXES, latent=DATA_AXES, expert_hidden=EXPERT_DATA_AXES
+    )

@@ -38,6 +38,8 @@ def where_nonfinite(
         return f"output of layer {np.argmin(layers)}"
     if not np.isfinite(stats.loss):
         return "the head or the loss"
+    if "mtp_layers" in finite and not (ahead := np.asarray(finite["mtp_layers"])).all():
+        return f"output of multi-token prediction module {1 + np.argmin(ahead)}"
     gradient = jax.jit(programs.objective.loss_and_gradients())
     grads, _ = gradient(state.params, state.expert_bias, batch, key)
     if broken := list(_broken(programs, grads)):

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from mxjax.config.schema import ModelConfig, MoEConfig
+from mxjax.config.schema import MLAConfig, ModelConfig, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,14 @@ class ParameterCounts:
     """Numbers of parameters of a model."""
 
     total: int
-    """All parameters. The router's balancing bias is state, not a parameter."""
+    """All parameters, those of multi-token prediction included. The router's balancing bias is
+    state, not a parameter."""
     active: int
     """Parameters that one token uses: `total` without the routed experts not chosen for it."""
     matmul_active: int
-    """Elements of the matrices that one token is multiplied with: the head (tied or not) and the
-    router count; embedding lookups, biases and norms do not."""
+    """Elements of the matrices that one token is multiplied with: the head (tied or not, once more
+    for each module of multi-token prediction) and the router count; embedding lookups, biases and
+    norms do not."""
 
 
 def parameter_counts(model: ModelConfig, moe: MoEConfig) -> ParameterCounts:
@@ -32,6 +34,11 @@ def parameter_counts(model: ModelConfig, moe: MoEConfig) -> ParameterCounts:
     hidden, num_layers = model.hidden_size, model.num_layers
     num_moe_layers = num_layers - moe.first_k_dense if moe.num_experts else 0
     num_dense_layers = num_layers - num_moe_layers
+    # A module of multi-token prediction is one more layer like the last, and what joins it on.
+    ahead = model.mtp_num_layers
+    num_layers += ahead
+    num_moe_layers += ahead if moe.num_experts else 0
+    num_dense_layers += 0 if moe.num_experts else ahead
 
     embeddings = model.vocab_size * hidden
     if model.position_embedding == "learned":
@@ -48,10 +55,11 @@ def parameter_counts(model: ModelConfig, moe: MoEConfig) -> ParameterCounts:
         num_layers * attention
         + num_dense_layers * dense_mlp
         + num_moe_layers * (router + shared_expert)
+        + ahead * 2 * hidden**2
     )
     vectors = (
-        (2 * num_layers + 1) * _norm_vectors(model)
-        + num_layers * _attention_biases(model)
+        (2 * num_layers + 1 + 3 * ahead) * _norm_vectors(model)
+        + num_layers * (_attention_biases(model) + _attention_norms(model))
         + num_dense_layers * _dense_mlp_biases(model)
     )
     total = (
@@ -64,20 +72,21 @@ def parameter_counts(model: ModelConfig, moe: MoEConfig) -> ParameterCounts:
     return ParameterCounts(
         total=total,
         active=total - num_moe_layers * (moe.num_experts - moe.router_topk) * expert,
-        matmul_active=every_token + num_moe_layers * moe.router_topk * expert + head,
+        matmul_active=every_token + num_moe_layers * moe.router_topk * expert + (1 + ahead) * head,
     )
 
 
 def model_flops_per_token(model: ModelConfig, moe: MoEConfig, seq_length: int) -> int:
-    """FLOPs of forward and backward per token: `6 * N + 12 * L * H * D * S / 2`.
+    """FLOPs of forward and backward per token: `6 * N + 6 * L * H * (D + E) * S / 2`.
 
-    N is `ParameterCounts.matmul_active`, L the number of layers, H and D the number and width of
-    the query heads and S `seq_length`. The halving is for causal attention. Document masks are not
-    subtracted: each sequence counts as one document.
+    N is `ParameterCounts.matmul_active`, L the number of layers (and modules of multi-token
+    prediction), H the number of query heads, D the width of a query and E of a value head, and S
+    `seq_length`. The halving is for causal attention. Document masks are not subtracted: each
+    sequence counts as one document.
     """
-    attention = (
-        12 * model.num_layers * model.num_attention_heads * model.attention_head_dim * seq_length
-    )
+    layers = model.num_layers + model.mtp_num_layers
+    widths = model.attention_head_dim + model.value_head_dim
+    attention = 6 * layers * model.num_attention_heads * widths * seq_length
     return 6 * parameter_counts(model, moe).matmul_active + attention // 2
 
 
@@ -128,9 +137,28 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None, float | None], ...] = (
 
 
 def _attention_matrices(model: ModelConfig) -> int:
-    """Query and output [hidden, heads * head_dim], key and value [hidden, groups * head_dim]."""
+    """Query and output [hidden, heads * head_dim], key and value [hidden, groups * head_dim]; or
+    those of latent attention, which it trains with."""
+    if model.mla is not None:
+        return _latent_attention_matrices(model.hidden_size, model.num_attention_heads, model.mla)
     heads = 2 * model.num_attention_heads + 2 * model.attention_groups
     return model.hidden_size * heads * model.attention_head_dim
+
+
+def _latent_attention_matrices(hidden: int, heads: int, mla: MLAConfig) -> int:
+    queries = hidden * heads * mla.qk_head_dim
+    if mla.q_lora_rank is not None:
+        queries = mla.q_lora_rank * (hidden + heads * mla.qk_head_dim)
+    down = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return queries + down + up + heads * mla.v_head_dim * hidden
+
+
+def _attention_norms(model: ModelConfig) -> int:
+    """Of latents, or of query and key heads."""
+    if model.mla is not None:
+        return (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank
+    return 2 * model.attention_head_dim if model.qk_layernorm else 0
 
 
 def _attention_biases(model: ModelConfig) -> int:

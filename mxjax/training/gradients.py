@@ -17,11 +17,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mxjax.config.schema import Config
+from mxjax.data.mtp import mtp_names
 from mxjax.models.parts import Params
 from mxjax.models.transformer import LayerAux, Transformer
 from mxjax.moe.balance import router_loss
 from mxjax.remat.policy import rematerialise
 from mxjax.sharding import collectives
+from mxjax.sharding.context_parallel import ContextParallel
 from mxjax.sharding.mesh import BATCH_AXES, DATA_AXES, SEQUENCE_AXES
 from mxjax.sharding.rules import compute_rules, stored_rules
 from mxjax.sharding.zero import ZeroPlan
@@ -50,6 +52,9 @@ class BatchStatistics:
     """Tokens sent to each expert; None without experts."""
     needed_capacity: jax.Array
     """Least capacity factor with which no buffer overflows; 0: nothing can overflow."""
+    mtp_loss: jax.Array | None = None
+    """Mean over the modules of multi-token prediction of their negative log-likelihood per target;
+    None without such modules."""
 
 
 class Objective:
@@ -68,6 +73,7 @@ class Objective:
             config.moe,
             expert_tensor_parallel=parallel.expert_tensor_parallel,
             sequence_parallel=parallel.sequence_parallel,
+            context_parallel=ContextParallel(parallel.cp_method, parallel.cp_rotation),
             document_mask=config.data.document_mask,
             capacity_factor=capacity_factor,
         )
@@ -97,7 +103,7 @@ class Objective:
         ctx = self.model.context(arrays, key=None)
         x, _ = self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
         head = self.model.parts["head"].bind(weights["head"])
-        return head.greedy(x, weights["embedding"]["weight"], ctx.sequence_parallel)
+        return head.greedy(head.norm(x), weights["embedding"]["weight"], ctx.sequence_parallel)
 
     def _shard(self, function, out_specs):
         return jax.shard_map(
@@ -161,21 +167,43 @@ class Objective:
         x, aux = model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
         head = model.parts["head"].bind(weights["head"])
         embedding_VH = weights["embedding"]["weight"]
+        x = head.norm(x)
         nll, squared_lse = head.losses(x, arrays["targets"], embedding_VH, ctx.sequence_parallel)
         # The head's sums are equal on all tp ranks; so is the router's, unless tp splits tokens.
         copies = collectives.axis_size("tp")
-        loss = nll / num_targets / copies
-        z_loss = config.training.z_loss_coeff * squared_lse / num_targets / copies
+        loss = nll / num_targets[0] / copies
+        z_loss = config.training.z_loss_coeff * squared_lse / num_targets[0] / copies
+        mtp_loss, mtp_objective = None, 0.0
+        if config.model.mtp_num_layers:
+            nll_K, aux["mtp_layers"] = self._ahead(weights, bias_LE, x, head, arrays, ctx)
+            mtp_loss = jnp.mean(nll_K / num_targets[1:]) / copies
+            mtp_objective = config.model.mtp_loss_scaling_factor * mtp_loss
         router, counts_LE, needed = self._router(aux, ctx.sequence_parallel)
         router_loss = router / num_parts
-        stats = BatchStatistics(loss, router_loss, z_loss, num_targets, counts_LE, needed)
+        stats = BatchStatistics(
+            loss, router_loss, z_loss, num_targets[0], counts_LE, needed, mtp_loss
+        )
         finite = {name: group.finite for name, group in aux.items()}
-        return loss + router_loss + z_loss, (stats, finite)
+        return loss + router_loss + z_loss + mtp_objective, (stats, finite)
+
+    def _ahead(self, weights, bias_LE, x, head, arrays, ctx) -> tuple[jax.Array, LayerAux]:
+        """Sums over targets of each module of multi-token prediction, and the modules' `aux`."""
+        token_names, target_names = mtp_names(self.config.model.mtp_num_layers)
+        tokens = [arrays[name] for name in token_names]
+        wrap = partial(self._wrap, in_scan=False)
+        outputs, aux = self.model.ahead(weights, bias_LE, x, tokens, ctx, wrap)
+        embedding_VH = weights["embedding"]["weight"]
+        sums = [
+            head.losses(x, arrays[name], embedding_VH, ctx.sequence_parallel)[0]
+            for x, name in zip(outputs, target_names, strict=True)
+        ]
+        return jnp.stack(sums), aux
 
     def _router(self, aux: dict[str, LayerAux], sequence_parallel: bool):
-        if "moe_layers" not in aux:
+        with_experts = [group.moe for group in aux.values() if group.moe is not None]
+        if not with_experts:
             return jnp.zeros(()), None, jnp.zeros(())
-        moe_aux = aux["moe_layers"].moe
+        moe_aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *with_experts)
         split_tp = ("tp",) if sequence_parallel else ()
         loss, counts_LE = router_loss(
             moe_aux.router, self.config.moe, DATA_AXES + split_tp, SEQUENCE_AXES + split_tp
@@ -183,8 +211,9 @@ class Objective:
         copies = 1 if sequence_parallel else collectives.axis_size("tp")
         return loss / copies, counts_LE, jnp.max(moe_aux.needed_capacity)
 
-    def _wrap(self, layer, infos):
-        """ZeRO-3 gathering and recompute around one layer."""
+    def _wrap(self, layer, infos, in_scan: bool | None = None):
+        """ZeRO-3 gathering and recompute around one layer. `in_scan`: see `rematerialise`; None:
+        as the model's layers."""
         gathers = self.config.parallel.zero_stage == 3
         if gathers:
             plain = layer
@@ -196,7 +225,7 @@ class Objective:
             layer,
             self.config.remat,
             gathers_weights=gathers,
-            in_scan=self.config.training.scan_layers,
+            in_scan=self.config.training.scan_layers if in_scan is None else in_scan,
         )
 
     def _weights(self, params: Params) -> Params:
@@ -226,7 +255,7 @@ class Objective:
         """Stage 3: gather what is outside of the layers (embedding, head), which gather theirs."""
         if self.config.parallel.zero_stage < 3:
             return weights
-        outer = [name for name in weights if name not in self.model.layer_groups]
+        outer = [name for name, part in self.model.parts.items() if part.num_layers is None]
         infos = self.model.infos
         return weights | {name: self.zero.gather(weights[name], infos[name]) for name in outer}
 
@@ -238,7 +267,9 @@ class Objective:
         }
 
     def _count_targets(self, batch: Batch) -> jax.Array:
-        real = jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
+        """Real targets of the head and of each module of multi-token prediction, [1 + modules]."""
+        names = ["targets", *mtp_names(self.config.model.mtp_num_layers)[1]]
+        real = jnp.stack([jnp.sum((batch[name] >= 0).astype(jnp.float32)) for name in names])
         return jnp.maximum(collectives.psum(real, DATA_AXES), 1)
 
     def _global(self, stats: BatchStatistics, num_targets) -> BatchStatistics:
@@ -247,7 +278,8 @@ class Objective:
             loss=collectives.psum(stats.loss, axes),
             router_loss=collectives.psum(stats.router_loss, axes),
             z_loss=collectives.psum(stats.z_loss, axes),
-            num_targets=num_targets,
+            mtp_loss=jax.tree.map(lambda share: collectives.psum(share, axes), stats.mtp_loss),
+            num_targets=num_targets[0],
             counts_LE=stats.counts_LE,
             needed_capacity=collectives.pmax(stats.needed_capacity, axes),
         )
@@ -274,6 +306,7 @@ def _merge_microbatches(stats: BatchStatistics) -> BatchStatistics:
         loss=jnp.sum(stats.loss),
         router_loss=jnp.sum(stats.router_loss),
         z_loss=jnp.sum(stats.z_loss),
+        mtp_loss=jax.tree.map(jnp.sum, stats.mtp_loss),
         num_targets=stats.num_targets[0],
         counts_LE=None if stats.counts_LE is None else jnp.sum(stats.counts_LE, axis=0),
         needed_capacity=jnp.max(stats.needed_capacity),

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 import mxjax
 from mxjax.ckpt.store import CheckpointError, CheckpointStore
 from mxjax.config import Config, to_yaml
-from mxjax.data import BatchLoader, DataError, Samples, build_data
+from mxjax.data import DataError, Samples, build_data
+from mxjax.data.loader import BatchLoader
 from mxjax.moe.buckets import BucketChooser
 from mxjax.sharding.mesh import AXES
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
@@ -208,6 +209,7 @@ class Trainer:
             bucket=done.bucket if has_experts else None,
             router_loss=result.router_loss if has_experts else None,
             z_loss=result.z_loss if self.config.training.z_loss_coeff else None,
+            mtp_loss=result.mtp_loss,
             eval_loss=eval_loss,
         )
         self.logger.log(record)
@@ -216,12 +218,15 @@ class Trainer:
 
     # -- what a step may bring with it -----------------------------------------------------------
 
-    def _evaluate(self) -> float:
-        """Mean loss per target over the first `eval_batches` held-out batches."""
+    def _evaluate(self) -> float | None:
+        """Mean loss per target over the first `eval_batches` held-out batches; None if SIGTERM
+        came meanwhile, which leaves no time for it."""
         loader = self._open(self.data.validation, pad_last_batch=True)
         total = targets = 0.0
         key = jax.random.key(0)
         for _, batch in zip(range(self.config.training.eval_batches), loader, strict=False):
+            if self.stop_requested:
+                break
             for bucket in self.buckets.current_and_larger:
                 evaluate = self.programs.evaluation(bucket)
                 stats, _ = evaluate(self.state.params, self.state.expert_bias, batch, key)
@@ -230,7 +235,7 @@ class Trainer:
             total += float(stats.loss) * float(stats.num_targets)
             targets += float(stats.num_targets)
         loader.close()
-        return total / targets
+        return None if self.stop_requested else total / targets
 
     def _save(self, step: int, final: bool = False) -> None:
         interval = self.config.checkpoint.save_interval
@@ -275,6 +280,8 @@ class Trainer:
             global_batch_size=config.training.global_batch_size,
             num_microbatches=config.training.num_microbatches,
             sharding=self.programs.batch_sharding,
+            mtp_num_layers=config.model.mtp_num_layers,
+            sequence_order=self.programs.sequence_order,
             num_threads=config.data.num_threads,
             prefetch=config.data.prefetch,
             **options,

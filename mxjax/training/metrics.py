@@ -121,6 +121,9 @@ class StepRecord:
     """What the router's losses added to the objective, coefficients included."""
     z_loss: float | None = None
     """What the head's z-loss added to the objective, coefficient included."""
+    mtp_loss: float | None = None
+    """Cross entropy of multi-token prediction in nats, mean over its modules, without
+    `model.mtp_loss_scaling_factor`."""
     eval_loss: float | None = None
     """Cross entropy on held-out data; on evaluation steps only."""
 

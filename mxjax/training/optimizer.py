@@ -16,11 +16,11 @@ from optax import contrib
 from mxjax.config.schema import OptimizerConfig
 from mxjax.sharding.rules import ParamInfo
 
-MATRIX_DIMS = {"heads", "kv_heads", "head_dim", "ffn", "expert_ffn"}
-"""Logical dims that, against a hidden dim, make a parameter a matrix for Muon. Embedding, head and
-router are not among them: Muon's authors leave first and last layers to AdamW."""
+MATRIX_DIMS = {"heads", "kv_heads", "head_dim", "ffn", "expert_ffn", "latent_out", "joined"}
+"""Logical dims that, against one of HIDDEN_DIMS, make a parameter a matrix for Muon. Embedding,
+head and router are not among them: Muon's authors leave first and last layers to AdamW."""
 
-HIDDEN_DIMS = {"hidden", "expert_hidden"}
+HIDDEN_DIMS = {"hidden", "expert_hidden", "latent"}
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:

@@ -12,6 +12,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from mxjax.config.schema import Config
+from mxjax.data.mtp import mtp_names
+from mxjax.sharding.context_parallel import sequence_order
 from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
 from mxjax.training.optimizer import build_optimizer
 from mxjax.training.state import TrainState, initial_state, state_shardings
@@ -32,6 +34,8 @@ class Programs:
             config.optimizer, self.objective.model.infos
         )
         self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+        self.sequence_order = sequence_order(config.training.seq_length, config.parallel.cp)
+        """Which token of a sequence stands where in a batch: batches are put into this order."""
         self.replicated = NamedSharding(mesh, REPLICATED)
         abstract = jax.eval_shape(self._initial_state, jax.random.key(0))
         self.shardings: TrainState = state_shardings(self.objective, abstract)
@@ -57,7 +61,9 @@ class Programs:
         rows = training.global_batch_size // training.num_microbatches
         shape = (training.num_microbatches, rows, training.seq_length)
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
-        return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), array)
+        tokens_ahead, targets_ahead = mtp_names(self.config.model.mtp_num_layers)
+        names = ("tokens", "targets", "segment_ids", "positions", *tokens_ahead, *targets_ahead)
+        return dict.fromkeys(names, array)
 
     def prepare(self, capacity_factor: float | None) -> None:
         """Start compiling the training step of a bucket in the background; None: nothing."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mxjax.sharding.mesh import BATCH_AXES
+from mxjax.sharding.context_parallel import sequence_order
+from mxjax.sharding.mesh import BATCH_AXES, SEQUENCE_AXES
 from mxjax.training.gradients import REPLICATED, Objective
 from mxjax.training.state import TrainState
 
@@ -23,10 +24,11 @@ def greedy_sample(
     """
     mesh = objective.mesh
     rows = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-    spec = PartitionSpec(BATCH_AXES, None)
+    spec = PartitionSpec(BATCH_AXES, SEQUENCE_AXES)
+    order_S = sequence_order(seq_length, mesh.shape["cp"])
+    place_S = jnp.asarray(np.argsort(order_S))
 
-    def next_tokens(params, expert_bias, tokens_BS):
-        positions_BS = jnp.broadcast_to(jnp.arange(seq_length), tokens_BS.shape)
+    def next_tokens(params, expert_bias, tokens_BS, positions_BS):
         batch = {
             "tokens": tokens_BS,
             "positions": positions_BS,
@@ -38,7 +40,7 @@ def greedy_sample(
         jax.shard_map(
             next_tokens,
             mesh=mesh,
-            in_specs=(objective.param_specs, REPLICATED, spec),
+            in_specs=(objective.param_specs, REPLICATED, spec, spec),
             out_specs=spec,
             check_vma=False,
         )
@@ -46,8 +48,10 @@ def greedy_sample(
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, REPLICATED))
     def extend(params, expert_bias, tokens_S, length):
-        tokens_BS = jnp.broadcast_to(tokens_S, (rows, seq_length))
-        best = predict(params, expert_bias, tokens_BS)[0, length - 1]
+        tokens_BS = jnp.broadcast_to(tokens_S[order_S], (rows, seq_length))
+        positions_BS = jnp.broadcast_to(order_S, (rows, seq_length))
+        next_BS = predict(params, expert_bias, tokens_BS, positions_BS)
+        best = next_BS[0, place_S[length - 1]]
         return tokens_S.at[length].set(best)
 
     tokens_S = np.zeros(seq_length, np.int32)

@@ -34,6 +34,8 @@ class StepResult:
     """bool: an MoE buffer was too small. The state was left alone."""
     finite: jax.Array
     """bool: loss and gradients were finite. If not, the parameters were left alone."""
+    mtp_loss: jax.Array | None = None
+    """None without multi-token prediction."""
 
 
 def build_step(
@@ -80,6 +82,7 @@ def build_step(
             loss=stats.loss,
             router_loss=stats.router_loss,
             z_loss=stats.z_loss,
+            mtp_loss=stats.mtp_loss,
             grad_norm=grad_norm,
             learning_rate=lr,
             num_targets=stats.num_targets,

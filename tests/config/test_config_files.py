@@ -100,6 +100,7 @@ def test_overrides_beat_the_file_and_the_last_one_wins(write):
         ("run_dir: a\n--- \nrun_dir: b", "config.yaml:2", "--- ", "single document"),
         ("run_dir: !!python/name:os.system\n", "config.yaml", None, "not valid YAML"),
         ("run_dir: !!binary aGk=\n", "config.yaml", None, "not valid YAML"),
+        ('run_dir: "a\\ud800"\n', "config.yaml", 'run_dir: "a\\ud800"\n', "surrogates not allowed"),
         ("model: &m {rope_scaling: *m}\n", "config.yaml", None, "Circular"),
         ("base: 5", "base", 5, "path of a YAML file"),
         ("base: gone.yaml", "base", "gone.yaml", "No such file"),

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -18,41 +17,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from mxjax.config import to_yaml
+from mxjax.sharding.hlo_collectives import collectives
 from mxjax.training.gradients import Objective
 
 VOCAB = {"vocab_size": 72}
 """Neither 72 nor half of it is the size of anything else."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    kind: str
-    in_loop: bool
-    """In the body of a loop: over layers, or over microbatches."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of its results on one device."""
-
-
-def collectives(hlo):
-    found, in_entry = [], False
-    for line in hlo.splitlines():
-        if line and not line.startswith(" "):
-            in_entry = line.startswith("ENTRY")
-        match = re.match(
-            r".* = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-            r"(-start)?\(",
-            line,
-        )
-        if match:
-            shapes = [dims(text) for text in re.findall(r"\w+\[([\d,]*)\]", match[1])]
-            if match[3]:  # an asynchronous one lists its operands first
-                shapes = shapes[len(shapes) // 2 :]
-            found.append(Collective(match[2], not in_entry, tuple(shapes)))
-    return found
-
-
-def dims(text):
-    return tuple(int(size) for size in text.split(",") if size)
 
 
 def count(found, in_loop):
@@ -65,7 +34,14 @@ def reduced(found):
 
 
 def num_elements(found, kind):
-    return sum(math.prod(shape) for c in found if c.kind == kind for shape in c.shapes)
+    """In the results on one device."""
+    factor = {"all-gather": lambda n: n, "reduce-scatter": lambda n: 1 / n}.get(kind, lambda n: 1)
+    return sum(
+        math.prod(shape) * factor(c.group_size)
+        for c in found
+        if c.kind == kind
+        for shape in c.shapes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +95,8 @@ def test_zero_1_and_2(small_config, compiled_text, zero_stage, num_microbatches,
     once = count(found, in_loop=False)
     del once["all-reduce"]
     assert once == Counter({"all-gather": leaves, "reduce-scatter": leaves - scattered_in_loop})
-    assert reduced(found) == {(): 5}  # number of targets, the three losses, needed capacity
+    # The number of targets; the three losses, needed capacity.
+    assert reduced(found) == {(1,): 1, (): 4}
 
 
 def test_expert_parallel_with_zero_3(small_config, compiled_text):
@@ -137,8 +114,28 @@ def test_expert_parallel_with_zero_3(small_config, compiled_text):
     del once["all-reduce"]
     assert once == {"all-gather": 3, "reduce-scatter": 3}  # embedding, head, last norm
     assert reduced(found) == {
-        (): 5,  # number of targets, the three losses, needed capacity
+        (1,): 1,  # number of targets
+        (): 4,  # the three losses, needed capacity
         (2, 8): 1,  # tokens per layer and expert
+    }
+
+
+def test_context_parallel_ring(small_config, compiled_text):
+    """cp 4: keys and values go three steps in each pass, and their gradients four, to come home.
+    The first step of each pass stands by itself, the other two are one in a loop."""
+    found = collectives(compiled_text(small_config("llama", parallel={"cp": 4})))
+    # Segment ids go along. Their first step is the same in all layers, and so outside of the loop.
+    assert count(found, in_loop=True) == {"collective-permute": 2 * 2 * 2 + 2 * 3 + 2}
+
+
+def test_context_parallel_all_gather_and_ulysses(small_config, compiled_text):
+    """cp 2 x sp 2. Segment ids are gathered outside of the loop over layers."""
+    parallel = {"cp": 2, "sp": 2, "cp_method": "allgather"}
+    found = collectives(compiled_text(small_config("llama", parallel=parallel)))
+    assert count(found, in_loop=True) == {
+        "all-to-all": 4 + 4,  # queries, keys and values there, results back; and their gradients
+        "all-gather": 2 + 2,  # keys and values, in each pass
+        "reduce-scatter": 2,  # their gradients
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mxjax.config.schema import ModelConfig, MoEConfig
+from mxjax.config.schema import MLAConfig, ModelConfig, MoEConfig
 from mxjax.training.flops import model_flops_per_token, parameter_counts, peak_flops
 
 DENSE = MoEConfig()
@@ -161,6 +161,42 @@ def test_router_counts_for_every_token_and_experts_for_the_chosen():
     )
     assert counts.active == counts.total - expert
     assert counts.matmul_active == 2 * attention + dense + router + 3 * expert + shared + head
+
+
+def test_latent_attention_and_multi_token_prediction_by_hand():
+    """One layer and one module, both dense. Scores are as wide as keys, what they weigh as values;
+    the head is multiplied with twice; norms and the shared embedding and head are no matrices of
+    the module."""
+    mla = MLAConfig(
+        q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+    )
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        num_attention_heads=2,
+        mla=mla,
+        vocab_size=10,
+        mtp_num_layers=1,
+    )
+    attention = 8 * 6 + 6 * 2 * (4 + 2) + 8 * (5 + 2) + 5 * 2 * (4 + 3) + 2 * 3 * 8
+    layer = attention + 3 * 8 * 16
+    joint = 2 * 8 * 8
+    counts = parameter_counts(model, DENSE)
+    norms = 2 * (2 * 8 + 6 + 5) + 8 + 3 * 8
+    assert counts.total == 2 * 10 * 8 + 2 * layer + joint + norms
+    assert counts.matmul_active == 2 * layer + joint + 2 * 10 * 8
+    scores = 2 * 2 * (4 + 2) * 100 // 2  # heads, multiply and add, width, keys seen on average
+    weighed = 2 * 2 * 3 * 100 // 2
+    flops = 6 * counts.matmul_active + 2 * 3 * (scores + weighed)
+    assert model_flops_per_token(model, DENSE, seq_length=100) == flops
+
+
+def test_head_norms_are_counted_once_per_layer():
+    plain = ModelConfig(hidden_size=64, num_attention_heads=4)
+    normed = ModelConfig(hidden_size=64, num_attention_heads=4, qk_layernorm=True)
+    difference = parameter_counts(normed, DENSE).total - parameter_counts(plain, DENSE).total
+    assert difference == plain.num_layers * 2 * 16
 
 
 def test_model_flops_are_six_per_matmul_parameter_plus_causal_attention():

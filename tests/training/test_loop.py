@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from mxjax.data import DataError
 from mxjax.data.packing import padding_sample
 from mxjax.moe import buckets
 from mxjax.train import main
+from mxjax.training.programs import Programs
 from mxjax.training.run_dir import RunDirError, claim
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -150,8 +153,13 @@ def counting(tmp_path_factory):
     return ("data.source=text", f"data.paths=[{path}]", "data.validation_fraction=0.1")
 
 
-def test_the_greedy_sample_of_a_model_that_can_count_counts_on(tmp_path, train, counting, capsys):
-    train(tmp_path, *counting, "log.sample_prompt=bcde", "log.sample_tokens=20")
+@pytest.mark.parametrize("layout", [(), ("parallel.cp=2", "parallel.sp=2")], ids=str)
+def test_the_greedy_sample_of_a_model_that_can_count_counts_on(
+    tmp_path, train, counting, capsys, layout
+):
+    """Also where the sequence is split, and so in another order."""
+    settings = (*counting, *layout, "log.sample_prompt=bcde", "log.sample_tokens=20")
+    train(tmp_path, *settings, devices=4 if layout else 1)
     assert "\nsample: bcdef0123456789abcdef012\n" in capsys.readouterr().out
 
 
@@ -193,6 +201,23 @@ def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(
     assert "ended early: SIGTERM after step 4;" in out
     assert "nothing was saved: checkpoint.save_interval is 0" in out
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_sigterm_does_not_wait_for_an_evaluation(
+    tmp_path, train, counting, metrics_of, monkeypatch
+):
+    evaluation, calls = Programs.evaluation, []
+
+    def signalled(self, bucket):
+        calls.append(bucket)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluation(self, bucket)
+
+    monkeypatch.setattr(Programs, "evaluation", signalled)
+    train(tmp_path, *counting, "training.eval_interval=3")
+    assert len(calls) == 1
+    assert not [line for line in metrics_of(tmp_path) if "eval_loss" in line]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
 
 
 def test_the_end_of_the_data_is_evaluated(tmp_path, train, counting, metrics_of):

@@ -22,6 +22,7 @@ from mxjax.training.optimizer import build_optimizer, learning_rate
 from mxjax.training.programs import Programs
 
 NAMES = ("adamw", "adafactor", "sgd", "muon")
+NOT_MUON = ("embedding", "head", "router", "scale", "bias")
 
 
 def rates(num_steps, **settings):
@@ -205,3 +206,24 @@ def test_training_in_bf16_alone_keeps_no_fp32_copy_and_learns(batch, mesh_of):
     arrays = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
     assert {leaf.dtype for leaf in arrays} == {jnp.dtype("bfloat16")}
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v2_lite"])
+def test_muon_orthogonalises_every_matrix_of_a_layer(shape, small_config):
+    """Those of latent attention and multi-token prediction, too. Expert by expert, layer by layer;
+    embedding, head, router, norms and biases are AdamW's."""
+    config = small_config(shape)
+    infos = Transformer(config.model, config.moe).infos
+    params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, jnp.float32), infos)
+    optimizer = build_optimizer(OptimizerConfig(name="muon"), infos)
+    state = jax.eval_shape(optimizer.init, params)
+    momenta = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if "muon" in jax.tree_util.keystr(path) and ".mu" in jax.tree_util.keystr(path)
+        if leaf.ndim
+    ]
+    for path, _ in jax.tree_util.tree_leaves_with_path(infos):
+        name = jax.tree_util.keystr(path)
+        is_muon = any(momentum.endswith(name) for momentum in momenta)
+        assert is_muon == (not any(word in name for word in NOT_MUON)), name

@@ -1,0 +1,316 @@
+"""What a step will need, before it runs: memory, collectives and FLOPs of the compiled step.
+
+Nothing is created or read: the step is compiled for shapes alone. One plan is of one capacity
+bucket, the first, with which a run begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mxjax.config.schema import Config
+from mxjax.moe.buckets import BucketChooser
+from mxjax.sharding.hlo_collectives import KINDS, Collective, collectives
+from mxjax.training.flops import parameter_counts
+from mxjax.training.gradients import Objective
+from mxjax.training.metrics import Throughput
+from mxjax.training.programs import Programs
+
+PLAN_VERSION = 1
+"""Raised when a key of the JSON changes its meaning or goes away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """What the step is compiled for."""
+
+    kind: str
+    count: int
+    axes: dict[str, int]
+    """Size of each mesh axis, outermost first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterPlan:
+    """Parameters of the whole model, over all devices."""
+
+    total: int
+    active: int
+    """Those that one token uses: without the routed experts not chosen for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkPlan:
+    """One optimizer step on all devices."""
+
+    tokens: int
+    model_flops: int
+    """Forward and backward, without recompute and padding (see `flops`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on one device, the first: state is split evenly.
+
+    `parameters` to `batch` are exact, from shapes and shardings. `total` is the compiler's. Weights
+    for compute and gradients are computed from shapes too; they share the compiler's temporary
+    buffers with everything else, and `activations_and_temporaries` is what they leave of these.
+    """
+
+    parameters: int
+    """Master weights."""
+    optimizer: int
+    other_state: int
+    """Step count, balancing bias of the routers."""
+    batch: int
+    weights_for_compute: int
+    """Copies that compute reads: gathered, in the compute precision, or both. ZeRO-3: those outside
+    of the layers and of the largest layer, as the others come and go."""
+    gradients: int
+    """Accumulators, with several microbatches; else as they are handed to the optimizer."""
+    activations_and_temporaries: int
+    total: int
+    """Arguments, results that are not in the arguments' place, and temporary buffers."""
+    device: int | None
+    """What the process may use; None where the backend does not say (CPU)."""
+    headroom: int | None
+    """`device` without `total`; negative: does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivePlan:
+    """All collectives of one kind along the same mesh axes, in one step, on one device."""
+
+    axes: tuple[str, ...]
+    kind: str
+    count: int
+    bytes: int
+    """Sum of `Collective.payload_bytes`: whole values, gathered or before they are reduced."""
+    sent_bytes: int
+    """Sum of `Collective.sent_bytes`: what the device must send at least."""
+    exact: bool
+    """False: some are in a loop of unknown length, counted once, or in a branch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `--plan` shows; its fields are the keys of the JSON."""
+
+    version: int
+    devices: DevicePlan
+    capacity_factor: float | None
+    """Bucket that the plan is for, in multiples of perfect balance; None: holds any routing, or
+    there are no experts."""
+    compile_seconds: float
+    parameters: ParameterPlan
+    step: WorkPlan
+    memory: MemoryPlan
+    collectives: tuple[CollectivePlan, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers."""
+        return dataclasses.asdict(self)
+
+
+def make_plan(config: Config, mesh: Mesh) -> Plan:
+    """Compile the training step of the first bucket and describe it."""
+    programs = Programs(config, mesh)
+    bucket = BucketChooser(config.moe.capacity_buckets).current
+    started = time.perf_counter()
+    compiled = programs.step(bucket)
+    seconds = time.perf_counter() - started
+    programs.close()
+    counts = parameter_counts(config.model, config.moe)
+    infos = jax.tree.leaves(programs.objective.model.infos)
+    total = sum(math.prod(info.shape) for info in infos)  # counts those of one's own modules too
+    work = Throughput.of(config.model, config.moe, config.training, list(mesh.devices.flat))
+    return Plan(
+        version=PLAN_VERSION,
+        devices=DevicePlan(
+            kind=mesh.devices.flat[0].device_kind, count=mesh.size, axes=dict(mesh.shape)
+        ),
+        capacity_factor=bucket if config.moe.num_experts and math.isfinite(bucket) else None,
+        compile_seconds=seconds,
+        parameters=ParameterPlan(total=total, active=total - counts.total + counts.active),
+        step=WorkPlan(
+            tokens=work.tokens_per_step, model_flops=work.tokens_per_step * work.flops_per_token
+        ),
+        memory=_memory(programs, compiled),
+        collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)),
+    )
+
+
+def _memory(programs: Programs, compiled: Any) -> MemoryPlan:
+    state = programs.abstract_state
+    sizes = compiled.memory_analysis()
+    total = (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.temp_size_in_bytes
+    )
+    parameters, optimizer = _bytes(state.params), _bytes(state.opt_state)
+    other, batch = _bytes(state) - parameters - optimizer, _bytes(programs.abstract_batch())
+    weights = weights_for_compute(programs.objective, state.params)
+    gradients = gradient_bytes(programs)
+    known = parameters + optimizer + other + batch + weights + gradients
+    stats = programs.mesh.devices.flat[0].memory_stats() or {}
+    device = stats.get("bytes_limit")
+    return MemoryPlan(
+        parameters=parameters,
+        optimizer=optimizer,
+        other_state=other,
+        batch=batch,
+        weights_for_compute=weights,
+        gradients=gradients,
+        activations_and_temporaries=max(0, total - known),
+        total=total,
+        device=device,
+        headroom=None if device is None else device - total,
+    )
+
+
+def weights_for_compute(objective: Objective, params: Any) -> int:
+    """Bytes of the weights that one device computes with and that are not master weights.
+
+    `params`: abstract master weights.
+    """
+    zero, gathers_layers = objective.zero, objective.config.parallel.zero_stage == 3
+    total, largest_layer = 0, 0
+    for name, part in objective.model.parts.items():
+        size = 0
+        for info, master in zip(
+            jax.tree.leaves(part.infos), jax.tree.leaves(params[name]), strict=True
+        ):
+            plan, spec = zero.leaf(info), zero.compute.spec(info.axes)
+            moved = any(objective.mesh.shape[axis] > 1 for axis in plan.gather_axes)
+            if moved or plan.compute_dtype != master.dtype:
+                size += _shard_bytes(objective.mesh, info.shape, plan.compute_dtype, spec)
+        if gathers_layers and part.num_layers is not None:
+            largest_layer = max(largest_layer, size // part.num_layers)
+        else:
+            total += size
+    return total + largest_layer
+
+
+def gradient_bytes(programs: Programs) -> int:
+    """Bytes of one device's gradients, see `MemoryPlan.gradients`."""
+    objective, state = programs.objective, programs.abstract_state
+    training, stage = objective.config.training, objective.config.parallel.zero_stage
+    if training.num_microbatches > 1:
+        rules = objective.zero.compute if stage < 2 else objective.zero.stored
+        return sum(
+            _shard_bytes(objective.mesh, info.shape, jnp.float32, rules.spec(info.axes))
+            for info in jax.tree.leaves(objective.model.infos)
+        )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = programs.abstract_batch()
+    gradients, _ = jax.eval_shape(
+        objective.loss_and_gradients(), state.params, state.expert_bias, batch, key
+    )
+    return sum(
+        _shard_bytes(objective.mesh, leaf.shape, leaf.dtype, spec)
+        for leaf, spec in zip(
+            jax.tree.leaves(gradients), jax.tree.leaves(objective.param_specs), strict=True
+        )
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Of the part of these abstract arrays that lies on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _shard_bytes(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> int:
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * jnp.dtype(dtype).itemsize
+
+
+def _by_axes(found: Iterable[Collective], mesh_shape: dict[str, int]) -> tuple[CollectivePlan, ...]:
+    """Sums over collectives of the same kind and axes, in the order of the mesh's axes."""
+    alike: dict[tuple[tuple[str, ...], str], list[Collective]] = {}
+    for collective in found:
+        alike.setdefault((collective.axes(mesh_shape), collective.kind), []).append(collective)
+    names = list(mesh_shape)
+
+    def order(key: tuple[tuple[str, ...], str]):
+        axes, kind = key
+        return [names.index(axis) for axis in axes], KINDS.index(kind)
+
+    return tuple(
+        CollectivePlan(
+            axes=axes,
+            kind=kind,
+            count=sum(c.times for c in alike[axes, kind]),
+            bytes=sum(c.times * c.payload_bytes for c in alike[axes, kind]),
+            sent_bytes=sum(c.times * c.sent_bytes for c in alike[axes, kind]),
+            exact=all(c.times_known for c in alike[axes, kind]),
+        )
+        for axes, kind in sorted(alike, key=order)
+    )
+
+
+# The table
+
+CPU_NOTE = (
+    "This is a CPU's program: it sends bf16 values as fp32, twice the bytes, and its activations\n"
+    "are not those of a GPU. State, weights for compute and gradients are the same."
+)
+
+
+def as_table(plan: Plan) -> str:
+    """The plan for people."""
+    devices, memory = plan.devices, plan.memory
+    axes = ", ".join(f"{axis} {size}" for axis, size in devices.axes.items())
+    bucket = "holds any routing" if plan.capacity_factor is None else f"{plan.capacity_factor:g}"
+    rows = [
+        ("devices", f"{devices.count} x {devices.kind}: {axes}"),
+        ("parameters", f"{_si(plan.parameters.total)}, {_si(plan.parameters.active)} per token"),
+        ("one step", f"{plan.step.tokens:,} tokens, {_si(plan.step.model_flops)}FLOP"),
+        ("compiled in", f"{plan.compile_seconds:.1f} s"),
+    ]
+    if plan.parameters.active < plan.parameters.total:
+        rows.append(("capacity bucket", f"{bucket} (the first)"))
+    lines = [f"{name:<16} {text}" for name, text in rows]
+    lines += ["", "memory of one device"]
+    for field in dataclasses.fields(memory):
+        value = getattr(memory, field.name)
+        shown = "unknown" if value is None else _binary(value)
+        lines.append(f"  {field.name.replace('_', ' '):<28} {shown:>12}")
+    if memory.headroom is not None and memory.headroom < 0:
+        lines.append("  does not fit")
+    columns = ("count", "payload", "sent")
+    lines += ["", "collectives of one step, on one device"]
+    lines.append(f"  {'axes':<16} {'kind':<18}" + "".join(f" {name:>12}" for name in columns))
+    for c in plan.collectives:
+        count = f"{c.count:,}" if c.exact else f"{c.count:,} or more"
+        lines.append(
+            f"  {'+'.join(c.axes):<16} {c.kind:<18} {count:>12} {_binary(c.bytes):>12}"
+            f" {_binary(c.sent_bytes):>12}"
+        )
+    if devices.kind == "cpu":
+        lines += ["", CPU_NOTE]
+    return "\n".join(lines)
+
+
+def _binary(size: int) -> str:
+    unit = min(4, max(0, (abs(size).bit_length() - 1) // 10))
+    name = ("B", "KiB", "MiB", "GiB", "TiB")[unit]
+    return f"{size:,} B" if unit == 0 else f"{size / 1024**unit:,.2f} {name}"
+
+
+def _si(value: int) -> str:
+    """`7.24 G`: three digits or so and the prefix."""
+    unit = min(6, (len(str(value)) - 1) // 3)
+    return f"{value / 1000**unit:.3g} {' kMGTPE'[unit].strip()}"
