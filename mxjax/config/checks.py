@@ -1,4 +1,4 @@
-"""Judging a configuration as a whole: its axes against the devices, its fields by ``rules.py``."""
+"""Judging a configuration as a whole: its axes against the devices, its fields by ``rules/``."""
 
 from __future__ import annotations
 

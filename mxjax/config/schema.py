@@ -3,7 +3,7 @@
 A field's docstring is its description in the JSON schema that editors read
 (``configs/schema.json``) and in ``docs/configuration_reference.md``; both are written anew by
 ``python -m mxjax.config.json_schema``. Types and single values are checked here; what involves
-several fields is checked in ``rules.py``, and the axes against the devices in ``checks.py``.
+several fields is checked in ``rules/``, and the axes against the devices in ``checks.py``.
 
 Names are Megatron-LM's and the papers' where they have one.
 """

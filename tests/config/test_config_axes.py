@@ -4,7 +4,7 @@ import pytest
 
 from mxjax.config import ConfigError, ParallelConfig, load_config, resolve_axes
 from mxjax.config.checks import AXES
-from mxjax.config.rules_data import BYTE_TOKENIZER_SIZE
+from mxjax.config.rules.data import BYTE_TOKENIZER_SIZE
 from mxjax.data.tokenizer import ByteTokenizer
 from mxjax.sharding import mesh
 

@@ -1,32 +1,9 @@
-"""What must hold between several fields of a configuration.
-
-Each rule is one small generator: it yields the path of a field and a message that says what is
-wrong with its value and the way out. All rules are run and all that they yield is reported, so a
-rule may not rely on another one having passed. Axis sizes are 1 or more here.
-
-What is refused either cannot work or would silently not do what it says. A setting that is only
-idle (`sequence_parallel` with one tensor rank, say) passes, so that a file can be run with other
-axis sizes.
-"""
+"""Rules for the sections `training` and `optimizer`, and what is left; see `registry.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
+from mxjax.config.rules.registry import Findings, rule
 from mxjax.config.schema import Config
-
-type Findings = Iterator[tuple[str, str]]
-type Rule = Callable[[Config], Findings]
-RULES: list[Rule] = []
-
-
-def rule(function: Rule) -> Rule:
-    """Adds a rule to those that every configuration is checked against."""
-    RULES.append(function)
-    return function
-
-
-# Training and optimizer
 
 
 @rule
@@ -165,7 +142,3 @@ def run_dir_is_named(c: Config) -> Findings:
         yield "run_dir", "must name a folder, such as runs/default"
     elif "://" in c.run_dir:
         yield "run_dir", "must be a folder; mount the remote storage and name its folder"
-
-
-# The rules of larger areas register themselves.
-from mxjax.config import rules_data, rules_model, rules_parallel  # noqa: E402, F401

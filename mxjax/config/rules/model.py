@@ -1,4 +1,4 @@
-"""Rules for the sections `model` and `moe`; see `rules.py`."""
+"""Rules for the sections `model` and `moe`; see `registry.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 
-from mxjax.config.rules import Findings, rule
+from mxjax.config.rules.registry import Findings, rule
 from mxjax.config.schema import Config, MoEConfig
 
 # Model

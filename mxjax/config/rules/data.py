@@ -1,8 +1,8 @@
-"""Rules for the section `data`; see `rules.py`."""
+"""Rules for the section `data`; see `registry.py`."""
 
 from __future__ import annotations
 
-from mxjax.config.rules import Findings, rule
+from mxjax.config.rules.registry import Findings, rule
 from mxjax.config.schema import Config
 
 BYTE_TOKENIZER_SIZE = 257  # 256 bytes and the end of a document

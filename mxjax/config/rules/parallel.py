@@ -1,10 +1,10 @@
-"""Rules for the section `parallel`: what its axes must divide; see `rules.py`."""
+"""Rules for the section `parallel`: what its axes must divide; see `registry.py`."""
 
 from __future__ import annotations
 
 import math
 
-from mxjax.config.rules import Findings, rule
+from mxjax.config.rules.registry import Findings, rule
 from mxjax.config.schema import Config
 
 
