@@ -99,11 +99,20 @@ class Objective:
 
     def greedy(self, params: Params, bias_LE, arrays: dict[str, jax.Array]) -> jax.Array:
         """Most likely next token at each position, [B, S]; to be called inside a `shard_map`."""
+        head, inputs = self._head_inputs(params, bias_LE, arrays)
+        return head.greedy(*inputs)
+
+    def logits(self, params: Params, bias_LE, arrays: dict[str, jax.Array]) -> jax.Array:
+        """Logits at each position, [B, S, V], V split over `tp`; as `greedy`."""
+        head, inputs = self._head_inputs(params, bias_LE, arrays)
+        return head.logits(*inputs)
+
+    def _head_inputs(self, params: Params, bias_LE, arrays: dict[str, jax.Array]):
         weights = self._outer_weights(self._weights(params))
         ctx = self.model.context(arrays, key=None)
         x, _ = self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
         head = self.model.parts["head"].bind(weights["head"])
-        return head.greedy(head.norm(x), weights["embedding"]["weight"], ctx.sequence_parallel)
+        return head, (head.norm(x), weights["embedding"]["weight"], ctx.sequence_parallel)
 
     def _shard(self, function, out_specs):
         return jax.shard_map(

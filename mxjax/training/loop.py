@@ -263,7 +263,8 @@ class Trainer:
             self.programs.prepare(self.buckets.current)  # compiles while the state is created
             return self.programs.create_state(), 0, {}
         state, metadata = self.store.restore(self.programs.abstract_state, step)
-        if metadata["data"] != self.data.train.fingerprint:
+        # None: imported from another program, whose data may be any.
+        if metadata["data"] not in (None, self.data.train.fingerprint):
             raise CheckpointError(
                 f"Checkpoint {step} in {self.store.directory} was made with other data, or another "
                 "order of it (paths, contents, seq_length, seed, shuffle): going on would repeat "

@@ -15,6 +15,7 @@ from mxjax.models.parts import Part
 from mxjax.moe.dispatch import needed_factor, places
 from mxjax.moe.dispatch_alltoall import AllToAllDispatcher
 from mxjax.moe.layer import MoE
+from mxjax.sharding.context_parallel import RING
 from mxjax.sharding.mesh import build_mesh
 from mxjax.sharding.rules import compute_rules
 
@@ -30,6 +31,7 @@ def context(rows):
     return LayerContext(
         positions_BS=jnp.zeros((rows, S), jnp.int32), segment_ids_BS=None,
         valid_Bs=jnp.ones((rows, S), bool), rope=None, key=None, sequence_parallel=False,
+        context_parallel=RING,
     )  # fmt: skip
 
 

@@ -44,6 +44,11 @@ def test_gpt2(small_config, assert_parity):
         ("alltoall", {"cp": 2, "ep": 2} | ZERO_3),
         ("allgather", {"cp": 2, "sp": 2, "tp": 2, "expert_tensor_parallel": False} | GATHER),
         ("allgather", {"sp": 2, "ep": 2, "zero_stage": 1}),
+        ("alltoall", {"cp": 2} | GATHER),
+        ("alltoall", {"cp": 4} | ZERO_3),
+        ("alltoall", {"cp": 4} | GATHER | ZERO_3),
+        ("alltoall", {"sp": 2} | ZERO_3),
+        ("alltoall", {"cp": 2, "sp": 2} | ZERO_3),
     ],
     ids=str,
 )
@@ -54,7 +59,16 @@ def test_qwen3_moe(small_config, assert_parity, dispatcher, parallel):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"cp": 4} | ZERO_3, {"cp": 2, "sp": 2, "tp": 2} | ZERO_3], ids=str
+    "parallel",
+    [
+        {"cp": 2} | ZERO_3,
+        {"cp": 4} | ZERO_3,
+        {"cp": 4} | GATHER | ZERO_3,
+        {"sp": 2} | ZERO_3,
+        {"cp": 2, "sp": 2} | ZERO_3,
+        {"cp": 2, "sp": 2, "tp": 2} | ZERO_3,
+    ],
+    ids=str,
 )
 def test_deepseek_v3(small_config, assert_parity, parallel):
     """Values narrower than keys, and targets several tokens ahead, over the borders of ranks."""
