@@ -1,6 +1,7 @@
-"""Look at checkpoints: mxjax's own, Megatron's, torch's, and safetensors.
+"""Look at checkpoints: mxjax's own, Megatron's, torch's, and safetensors; import Megatron's.
 
-Exit codes: 0 done, 1 something is missing (inspect) or differs (verify), 2 it cannot be read.
+Exit codes: 0 done, 1 something is missing (inspect) or differs (verify), 2 it cannot be read or
+imported.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from mxjax.ckpt.atomic import new_file
 from mxjax.ckpt.errors import CheckpointFormatError
 from mxjax.ckpt.inspection import Summary, inspect
 from mxjax.ckpt.verify import LeafComparison, compare
+from mxjax.config import ConfigError
 
 _MODEL = (
     "model_type",
@@ -50,10 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         return arguments.run(arguments)
-    except CheckpointFormatError as error:
+    except (CheckpointFormatError, ConfigError) as error:
         print(error, file=sys.stderr)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        named = error.filename is not None
+        print(f"{error.filename}: {error.strerror}" if named else error, file=sys.stderr)
     return 2
 
 
@@ -80,7 +86,30 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("b", type=Path, metavar="B")
     verify.add_argument("--json", action="store_true", help="print JSON, with all leaves")
     verify.set_defaults(run=_verify)
+
+    convert = commands.add_parser("import", help="make a run out of a Megatron checkpoint")
+    convert.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR")
+    convert.add_argument("--to", dest="target", type=Path, required=True, metavar="RUN")
+    convert.add_argument(
+        "--config", type=Path, metavar="FILE", help="write the configuration here too"
+    )
+    convert.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_overrides(convert)
+    convert.set_defaults(run=_import)
+
+    logits = commands.add_parser("logits", help="what a run's model says about given tokens")
+    logits.add_argument("path", type=Path, metavar="RUN")
+    logits.add_argument("--tokens", type=Path, required=True, metavar="IN.npz", help="has `tokens`")
+    logits.add_argument("--out", type=Path, required=True, metavar="OUT.npz", help="gets `logits`")
+    _add_overrides(logits)
+    logits.set_defaults(run=_logits)
     return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes to the configuration"
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -146,6 +175,47 @@ def _difference(leaf: LeafComparison) -> str:
         return f"{leaf.name}: {leaf.a}, largest difference {leaf.max_abs:.3g}"
     gap = "" if leaf.max_abs is None else f", largest difference {leaf.max_abs:.3g}"
     return f"{leaf.name}: {leaf.a} in A, {leaf.b} in B{gap}"
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    # Here, because JAX is slow to import and the other commands do without.
+    from mxjax.ckpt.importing import import_megatron
+
+    report = import_megatron(arguments.source, arguments.target, arguments.overrides)
+    if arguments.config:
+        written = (arguments.target / "config.yaml").read_text("utf-8")
+        arguments.config.write_text(written, "utf-8")
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report), default=str))
+        return 0
+    print(
+        f"{report.tensors} tensors, {report.parameters:,} parameters -> {report.run_dir},"
+        f" step {report.step}"
+    )
+    print(f"optimizer: {report.optimizer}")
+    for heading, values in (
+        ("taken instead of arguments that are absent or unknown", report.assumed),
+        ("arguments without a counterpart", report.not_mapped),
+    ):
+        if values:
+            print(f"{heading}:")
+            for name, value in values.items():
+                print(f"  {name}: {value}")
+    return 0
+
+
+def _logits(arguments: argparse.Namespace) -> int:
+    from mxjax.ckpt.logits import run_logits
+
+    try:
+        with np.load(arguments.tokens) as given:
+            tokens = given["tokens"]
+        logits = run_logits(arguments.path, tokens, arguments.overrides)
+    except (KeyError, ValueError) as error:
+        raise CheckpointFormatError(f"{arguments.tokens}: {error}") from error
+    with new_file(arguments.out) as file:
+        np.savez(file, logits=logits)
+    return 0
 
 
 def _pairs(values: dict) -> str:

@@ -96,7 +96,7 @@ def run_leaves(folder: Path) -> dict[str, Leaf]:
 
     from mxjax.ckpt.tree import named_leaves, nested
 
-    path = epath.Path(folder) / "state"
+    path = epath.Path(folder.absolute()) / "state"
     handler = ocp.PyTreeCheckpointHandler()
 
     def read(name: str) -> np.ndarray:

@@ -1,0 +1,156 @@
+"""Logits of a run's newest checkpoint: ``python -m mxjax.ckpt logits``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from jax.sharding import NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from mxjax.ckpt.errors import CheckpointFormatError
+from mxjax.ckpt.leaves import run_leaves
+from mxjax.ckpt.locate import Kind, Location, locate
+from mxjax.ckpt.tree import describe, named_leaves
+from mxjax.config import Config, load_config, resolve_axes
+from mxjax.sharding.context_parallel import sequence_order
+from mxjax.sharding.mesh import BATCH_AXES, SEQUENCE_AXES, build_mesh
+from mxjax.training.gradients import REPLICATED, Objective
+
+
+def run_logits(
+    run: str | Path, tokens: np.ndarray, overrides: Sequence[str] = (), progress: bool = True
+) -> np.ndarray:
+    """Logits of the model that a run saved last.
+
+    Args:
+      run: a run's folder, or one of its steps.
+      tokens: ids, [batch, sequence]; one document each.
+      overrides: ``section.key=value``; the layout is not that of the run: by default each device
+        has sequences of its own.
+
+    Returns:
+      fp32, [batch, sequence, vocabulary].
+
+    Raises:
+      CheckpointFormatError: there is no run at `run`, or it does not fit its configuration.
+      ConfigError: the configuration, with `overrides`, cannot be used.
+      ValueError: `tokens` are not ids of the model in two dims.
+    """
+    location = locate(run)
+    if location.kind is not Kind.MXJAX:
+        raise CheckpointFormatError(f"{run} is of kind {location.kind!s}; import it first.")
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
+        raise ValueError(
+            f"tokens are {describe(tokens)}; they must be integers, [batch, sequence]."
+        )
+    config = _config(location, tokens.shape[1], overrides)
+    vocabulary = config.model.vocab_size
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise ValueError(
+            f"tokens go from {tokens.min()} to {tokens.max()}; the model's from 0 to"
+            f" {vocabulary - 1}."
+        )
+    objective = Objective(config, build_mesh(config.parallel))
+    params, expert_bias = _weights(location, objective)
+    predict = _program(objective, tokens.shape[1])
+    rows = config.training.global_batch_size
+    logits = np.empty((*tokens.shape, vocabulary), np.float32)
+    for start in tqdm(range(0, len(tokens), rows), desc="logits", disable=not progress):
+        part = tokens[start : start + rows]
+        filled = np.resize(part, (rows, part.shape[1])).astype(np.int32)
+        logits[start : start + rows] = predict(params, expert_bias, filled)[: len(part)]
+    return logits
+
+
+def _config(location: Location, seq_length: int, overrides: Sequence[str]) -> Config:
+    """What the run's configuration says about the model, on the devices of this machine."""
+    metadata = json.loads((location.folder / "metadata" / "metadata").read_text())
+    saved = yaml.safe_load(metadata["config"])
+    settings: dict[str, Any] = {
+        "model": saved["model"],
+        "moe": saved["moe"],
+        "training": {
+            "seq_length": seq_length,
+            "compute_dtype": saved["training"]["compute_dtype"],
+            "param_dtype": saved["training"]["param_dtype"],
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(yaml.safe_dump(settings), "utf-8")
+        parallel = load_config(path, overrides).parallel
+        if parallel.cpu_devices:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", parallel.cpu_devices)
+        resolved, _ = resolve_axes(parallel, jax.device_count())
+        batch = f"training.global_batch_size={resolved.dp * resolved.ep}"
+        return load_config(path, [*overrides, batch], lambda _: jax.device_count())
+
+
+def _weights(location: Location, objective: Objective) -> tuple[dict, jax.Array | None]:
+    """Parameters where they belong, read one at a time, and the balancing bias."""
+    leaves = run_leaves(location.folder)
+    infos = objective.model.infos
+    wanted = {f"params.{name}": info for name, info in named_leaves(infos).items()}
+    for name, info in wanted.items():
+        found = leaves.get(name)
+        if found is None or tuple(found.shape) != info.shape:
+            had = "is missing" if found is None else f"has shape {tuple(found.shape)}"
+            raise CheckpointFormatError(
+                f"{location.folder}: {name} {had}, expected shape {info.shape}."
+            )
+    names = jax.tree.unflatten(jax.tree.structure(infos), list(wanted))
+    params = jax.tree.map(
+        lambda name, spec: jax.device_put(
+            leaves[name].numpy(), NamedSharding(objective.mesh, spec)
+        ),
+        names,
+        objective.param_specs,
+    )
+    bias = leaves["expert_bias"].numpy() if objective.model.num_routers else None
+    return params, bias
+
+
+def _program(objective: Objective, seq_length: int):
+    """(params, expert bias, tokens [rows, S]) -> logits [rows, S, V] fp32, in order."""
+    mesh, config = objective.mesh, objective.config
+    order_S = sequence_order(seq_length, mesh.shape["cp"])
+    place_S = np.argsort(order_S)
+    spec = PartitionSpec(BATCH_AXES, SEQUENCE_AXES)
+
+    def logits(params, expert_bias, tokens_BS, positions_BS):
+        batch = {
+            "tokens": tokens_BS,
+            "positions": positions_BS,
+            "segment_ids": jnp.ones_like(tokens_BS),
+        }
+        return objective.logits(params, expert_bias, batch).astype(jnp.float32)
+
+    parts = jax.shard_map(
+        logits,
+        mesh=mesh,
+        in_specs=(objective.param_specs, REPLICATED, spec, spec),
+        out_specs=PartitionSpec(BATCH_AXES, SEQUENCE_AXES, "tp"),
+        check_vma=False,
+    )
+
+    @jax.jit
+    def predict(params, expert_bias, tokens_BS):
+        positions_BS = jnp.broadcast_to(jnp.asarray(order_S), tokens_BS.shape)
+        return parts(params, expert_bias, tokens_BS[:, order_S], positions_BS)[:, place_S]
+
+    def run(*arguments):
+        # Without this, GPUs multiply fp32 matrices in TF32.
+        exact = config.training.compute_dtype == "float32"
+        with jax.default_matmul_precision("highest" if exact else "default"):
+            return np.asarray(predict(*arguments))
+
+    return run

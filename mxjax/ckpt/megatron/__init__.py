@@ -1,0 +1,1 @@
+"""Reading Megatron-LM's checkpoints: tensors by the names of the table, and arguments."""
