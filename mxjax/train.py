@@ -87,8 +87,18 @@ def check_options(arguments: argparse.Namespace) -> str | None:
     return None
 
 
+def check_backend(config: Config) -> None:
+    """Raises ConfigError if a setting needs another kind of device than JAX sees."""
+    import jax
+
+    if config.model.attention_implementation == "cudnn" and jax.default_backend() != "gpu":
+        message = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}; use auto"
+        raise ConfigError([Problem("model.attention_implementation", "cudnn", message)])
+
+
 def print_plan(config: Config, as_json: bool) -> None:
     """Say what a step will need. JAX is set up already; nothing is created, read or written."""
+    check_backend(config)
     from mxjax.sharding.mesh import build_mesh
     from mxjax.training.plan import as_table, make_plan
 
@@ -98,11 +108,7 @@ def print_plan(config: Config, as_json: bool) -> None:
 
 def run(config: Config) -> None:
     """Train as configured. JAX is set up already."""
-    import jax
-
-    if config.model.attention_implementation == "cudnn" and jax.default_backend() != "gpu":
-        message = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}; use auto"
-        raise ConfigError([Problem("model.attention_implementation", "cudnn", message)])
+    check_backend(config)
     config = replace(config, run_dir=str(Path(config.run_dir).expanduser()))
     from mxjax.sharding.mesh import build_mesh
     from mxjax.training.loop import Trainer
@@ -124,17 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.print_config:
         print(to_yaml(config), end="")
         return 0
-    if arguments.plan:
-        print_plan(config, arguments.json)
-        return 0
-
     from mxjax.ckpt.store import CheckpointError
     from mxjax.data import DataError
     from mxjax.training.diagnose import NonFiniteError
     from mxjax.training.run_dir import RunDirError
 
     try:
-        run(config)
+        if arguments.plan:
+            print_plan(config, arguments.json)
+        else:
+            run(config)
     except (ConfigError, DataError) as error:
         return report(error, 2)
     except (CheckpointError, NonFiniteError, RunDirError) as error:

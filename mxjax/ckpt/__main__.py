@@ -12,7 +12,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +113,22 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def _damage_named(*paths: Path) -> Iterator[None]:
+    """What a damaged file or one made to harm brings about, as an error that names it."""
+    try:
+        yield
+    except (CheckpointFormatError, ConfigError, OSError):
+        raise
+    except Exception as error:
+        names = " or ".join(map(str, paths))
+        message = f"{names}: damaged ({type(error).__name__}: {error})"
+        raise CheckpointFormatError(message) from error
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
-    summary = inspect(arguments.path, arguments.checksums)
+    with _damage_named(arguments.path):
+        summary = inspect(arguments.path, arguments.checksums)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(summary), default=str))
     else:
@@ -149,7 +164,8 @@ def _print_summary(summary: Summary) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    comparison = compare(arguments.a, arguments.b)
+    with _damage_named(arguments.a, arguments.b):
+        comparison = compare(arguments.a, arguments.b)
     differing = comparison.differing
     if arguments.json:
         leaves = [

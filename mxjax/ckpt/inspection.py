@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,10 @@ def _megatron_torch(summary: Summary, location: Location) -> Mapping[str, Leaf]:
     return leaves
 
 
+_MOST_RANKS = 1 << 20
+"""A grid with more ranks is no grid; listing them could take all memory."""
+
+
 def expected_ranks(args: Mapping[str, Any]) -> set[str]:
     """Names of the folders that a ``torch`` checkpoint of this grid has; empty if it is unknown.
 
@@ -151,6 +156,9 @@ def expected_ranks(args: Mapping[str, Any]) -> set[str]:
     through ``etp``, ``ep``. With folded experts only some pairs of both exist.
     """
     sizes = {axis: args.get(name) for axis, name in GRID.items()}
+    given = [size for size in sizes.values() if size is not None]
+    if any(not isinstance(size, int) or size < 1 for size in given) or prod(given) > _MOST_RANKS:
+        return set()
     tp, pp, ep = (sizes[axis] or 1 for axis in ("tp", "pp", "ep"))
     if not sizes["tp"] or (ep > 1 and not sizes["dp"]):
         return set()
@@ -224,10 +232,10 @@ def _safetensors(summary: Summary, location: Location) -> Mapping[str, Leaf]:
         wanted = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         config = location.folder / "config.json"
         if config.exists():
-            summary.model = json.loads(config.read_text())
+            summary.model = dict(json.loads(config.read_text()))
         else:
             summary.missing.append("config.json")
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointFormatError(f"{location.folder} has damaged JSON: {error}.") from error
     for shard in sorted(set(wanted.values())):
         absent = [name for name, file in wanted.items() if file == shard != found.get(name)]

@@ -59,14 +59,22 @@ def locate(path: str | Path) -> Location:
         return Location(kind, path)
     if not path.is_dir():
         raise CheckpointFormatError(f"{path} does not exist.")
-    found = _one(path) or _run(path) or _megatron(path)
+    found = _any(path)
     if found is None:
+        below = [child for child in sorted(path.iterdir()) if child.is_dir() and _any(child)]
+        if below:
+            names = " or ".join(map(str, below))
+            raise CheckpointFormatError(f"{path} holds no checkpoint itself; did you mean {names}?")
         raise CheckpointFormatError(
             f"{path} holds no checkpoint that is known: no checkpoints/<step> of mxjax, no"
             f" {TRACKER}, iter_NNNNNNN, mp_rank_NN or {METADATA} of Megatron or torch, no"
             f" *.safetensors and no *.pt. It holds {_names(path)}."
         )
     return found
+
+
+def _any(path: Path) -> Location | None:
+    return _one(path) or _run(path) or _megatron(path)
 
 
 def _one(path: Path) -> Location | None:

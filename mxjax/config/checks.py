@@ -73,7 +73,9 @@ def resolve_axes(
 
     used = {f"parallel.{axis}": size for axis, size in sizes.items() if size > 1}
     product = prod(used.values())
-    devices = "parallel.cpu_devices" if parallel.cpu_devices else "the number of devices"
+    devices = "parallel.cpu_devices"
+    if not parallel.cpu_devices:
+        devices = f"the number of devices (parallel.cpu_devices={product} gives virtual ones)"
     if free and num_devices % product:
         message = (
             f"the other axes take {product} devices ({' * '.join(used)}), which does not divide "
@@ -82,8 +84,9 @@ def resolve_axes(
         return parallel, [Problem(f"parallel.{free[0]}", -1, message)]
     if not free and product != num_devices:
         message = (
-            f"the axes multiply to {product}, but there are {num_devices} devices; "
-            f"set one axis to -1 to use all devices, or change the sizes or {devices}"
+            f"the axes multiply to {product}, but the run has "
+            f"{num_devices} {'device' if num_devices == 1 else 'devices'}; set one "
+            f"axis to -1 to use all devices, or change the sizes or {devices}"
         )
         return parallel, [Problem("parallel", sizes, message)]
     if free:

@@ -1,6 +1,7 @@
 """``python -m mxjax.data``: text into an indexed dataset, and a look into one."""
 
 import argparse
+import signal
 import sys
 
 import numpy as np
@@ -23,10 +24,14 @@ _OPTIONS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 if the data cannot be used."""
+    """Returns the exit code: 0, 2 if the data cannot be used, 130 or 143 after a signal."""
     options = _parser().parse_args(arguments)
+    # A scheduler's signal must end worker processes and remove unfinished files, as an error does.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         options.run(options)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except DataError as error:
         message = str(error)
         for key, option in _OPTIONS.items():
@@ -35,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         message = f"{error.filename or options.output}: cannot be written ({error.strerror})"
     else:
         return 0
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     print(message, file=sys.stderr)
     return 2
 

@@ -138,7 +138,15 @@ def _read(source: _Source, config: DataConfig, tokenizer: Tokenizer, vocab_size:
         store = tokenize(read_documents(source.files, config.source, config.text_key), tokenizer)
     if store.num_tokens < 2:
         what = "no text at all" if store.num_tokens == 0 else "a single token"
-        raise DataError(f"{source.name}: the {len(source.files)} files hold {what}")
+        raise DataError(
+            f"{source.name}: the files hold {what} ({len(source.files)} files, the first is "
+            f"{source.files[0]}); name others"
+        )
+    if config.document_mask and store.lengths.max() < 2:
+        raise DataError(
+            f"{source.name}: every document is a single token, so with data.document_mask nothing "
+            "can be predicted; set that to false or name other files"
+        )
     return store
 
 

@@ -278,7 +278,9 @@ class IndexedWriter:
     ):
         existing = [f"{prefix}{s}" for s in (".idx", ".bin") if os.path.lexists(f"{prefix}{s}")]
         if existing and not overwrite:
-            raise DataError(f"{existing[0]}: exists already; choose another name or overwrite it")
+            raise DataError(
+                f"{existing[0]}: exists already; choose another name or overwrite it (--overwrite)"
+            )
         self.prefix = prefix
         self.num_tokens = 0
         self._dtype = np.dtype(dtype).newbyteorder("<")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from mxjax.data.errors import DataError
 from mxjax.data.mtp import with_mtp
 from mxjax.data.packing import Sample, Samples, padding_sample
 
@@ -155,5 +156,7 @@ class _LocalBatches:
             return padding_sample(self._shape[2])
         try:
             return self._samples[index]
+        except DataError:
+            raise
         except Exception as error:
             raise RuntimeError(f"reading sample {index} failed: {error}") from error

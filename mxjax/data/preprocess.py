@@ -73,7 +73,10 @@ def preprocess(
             ) as pool:
                 _write(_in_order(pool, batches, num_workers * _BATCHES_PER_WORKER), writer)
         if writer.num_documents == 0:
-            raise DataError(f"the {len(files)} files hold no text at all")
+            raise DataError(
+                f"--input: the files hold no text at all ({len(files)} files, the first is "
+                f"{files[0]}); name others"
+            )
     return writer.num_documents, writer.num_tokens, dtype
 
 

@@ -157,7 +157,7 @@ def text_of(record: bytes, place: str, file_format: FileFormat, text_key: str) -
         return record
     try:
         fields = json.loads(record.strip())
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise DataError(f"{place}: not a line of JSON: {error}") from error
     text = _field(fields, text_key, place)
     if not isinstance(text, str):

@@ -64,7 +64,9 @@ class HuggingFaceTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         # Not the number of tokens: ids may have holes.
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if self.vocab_size == 0:
+            raise DataError(f"data.tokenizer: {path} has an empty vocabulary; name another file")
         added = tokenizer.get_added_tokens_decoder().items()
         special = {token.content: id for id, token in added if token.special}
         if eod_token not in special:

@@ -22,7 +22,7 @@ def router_class(name: str | None) -> type[Router]:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(
             f"{module_name} cannot be imported ({type(error).__name__}: {error}); start in the "
             "folder that holds it, or name that folder in PYTHONPATH"

@@ -264,7 +264,7 @@ def _by_axes(found: Iterable[Collective], mesh_shape: dict[str, int]) -> tuple[C
 # The table
 
 CPU_NOTE = (
-    "This is a CPU's program: it sends bf16 values as fp32, twice the bytes, and its activations\n"
+    "This is a CPU's program: bf16 values, if any, are sent as fp32, twice the bytes; activations\n"
     "are not those of a GPU. State, weights for compute and gradients are the same."
 )
 

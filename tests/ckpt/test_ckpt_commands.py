@@ -201,6 +201,7 @@ def test_ranks_of_folded_experts_are_those_that_megatron_writes():
         "mp_rank_00_000_000", "mp_rank_00_000_001", "mp_rank_00_001_000", "mp_rank_00_001_001",
     }  # fmt: skip
     assert ranks(tp=2, pp=1, cp=1, dp=2, ep=1, etp=2) == {"mp_rank_00", "mp_rank_01"}
+    assert ranks(tp=10**9) == ranks(tp="two") == ranks(tp=2, cp=2.5) == set()
 
 
 def test_a_missing_distcp_file_and_missing_plain_values_are_named(dist, capsys):
@@ -255,6 +256,15 @@ def test_checksums_find_a_flipped_bit(dist, capsys):
     code, found = inspected(dist, capsys, "--checksums")
     assert code == 1
     assert f"{file.name}: data/0 does not have the checksum" in found["missing"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", "[1]"), ("model.safetensors.index.json", "[]")]
+)
+def test_damage_of_any_kind_is_named(hugging_face, name, text, capsys):
+    (hugging_face / name).write_text(text)
+    assert main(["inspect", str(hugging_face)]) == 2
+    assert "damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["absent", "."])

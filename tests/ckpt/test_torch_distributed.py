@@ -122,7 +122,8 @@ def test_a_failed_block_leaves_nothing(tmp_path):
     ("blocks", "message"),
     [
         ([((0,), 4), ((4,), 2)], "chunks of 6 elements in all instead of 8"),
-        ([((0,), 4), ((0,), 4)], "two chunks at the same place"),
+        ([((0,), 4), ((0,), 4)], r"overlap, at \(0,\) and \(0,\)"),
+        ([((0,), 5), ((4,), 3)], r"overlap, at \(0,\) and \(4,\)"),
         ([((0,), 4), ((5,), 4)], "chunk outside of it"),
     ],
 )

@@ -59,6 +59,7 @@ BAD = [
     ({"training.seq_length": "8192"}, "training.seq_length", "8192", ["model.max_position_embeddings (4096)", "lower it"]),
     ({**TEXT, "model.vocab_size": "256"}, "model.vocab_size", "256", ["at least 257"]),
     ({"log.sample_tokens": "9", "model.vocab_size": "64"}, "model.vocab_size", "64", ["at least 257"]),
+    ({"model.rope_theta": "1", "model.rope_scaling": "{kind: yarn}"}, "model.rope_theta", "1.0", ["more than 1"]),
     ({"model.rope_scaling": "{kind: yarn, beta_slow: 40}"}, "model.rope_scaling.beta_slow", "40.0", ["less than beta_fast (32.0)"]),
     ({"model.mla": "{}", "model.num_query_groups": "2"}, "model.num_query_groups", "2", ["model.mla", "null"]),
     ({"model.mla": "{}", "model.head_dim": "32"}, "model.head_dim", "32", ["model.mla", "null"]),

@@ -69,6 +69,16 @@ def test_validation_files_are_never_trained_on(corpus):
     assert letters(data.train) == set(range(58, 88))
 
 
+def test_documents_without_anything_to_predict_are_refused(tmp_path):
+    with IndexedWriter(str(tmp_path / "one"), np.dtype(np.uint16)) as writer:
+        for _ in range(50):
+            writer.add_document(np.array([3]))
+    settings = {"source": "indexed", "paths": (str(tmp_path / "one"),), "validation_fraction": 0.0}
+    with pytest.raises(DataError, match="every document is a single token"):
+        build(tmp_path, **settings)
+    assert build(tmp_path, document_mask=False, **settings).train.num_tokens == 50
+
+
 def test_without_held_out_documents_there_is_no_validation(corpus):
     data = build(corpus, validation_fraction=0.0)
     assert data.validation is None
@@ -114,7 +124,7 @@ def test_the_tokenizer_reads_what_the_samples_hold(corpus):
 
 def test_files_without_text_are_an_error(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"data\.paths: the 1 files hold no text"):
+    with pytest.raises(DataError, match=r"data\.paths: the files hold no text"):
         build(tmp_path)
 
 
@@ -237,5 +247,5 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(corpus, tokenizer_f
 def test_a_corpus_of_one_token_is_an_error(tmp_path):
     with IndexedWriter(str(tmp_path / "x"), np.dtype("uint16")) as writer:
         writer.add_document(np.array([7]))
-    with pytest.raises(DataError, match=r"data\.paths: the 1 files hold a single token"):
+    with pytest.raises(DataError, match=r"data\.paths: the files hold a single token"):
         build(tmp_path, source="indexed")

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mxjax.config.schema import DataConfig
 from mxjax.data.build import build_data
+from mxjax.data.errors import DataError
 from mxjax.data.indexed import IndexedWriter
 from mxjax.data.loader import BatchLoader
 from mxjax.data.packing import PackedSamples
@@ -200,6 +201,15 @@ def test_a_reader_s_exception_is_raised_with_its_sample_and_cause():
     assert loader.next_sample_index == 8 * len(batches)
     with pytest.raises(ValueError, match="closed"):  # rather than going on behind the lost batch
         next(loader)
+
+
+def test_bad_data_keep_their_own_message():
+    class Bad(NumberedSamples):
+        def __getitem__(self, index):
+            raise DataError("val.bin: holds the id 387")
+
+    with pytest.raises(DataError, match=r"^val\.bin: holds the id 387"):
+        next(load(Bad()))
 
 
 def test_a_reader_cannot_end_the_data_by_accident():

@@ -1,6 +1,8 @@
 """``python -m mxjax.data``: what it writes is what training on the same files would read."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from mxjax.data import preprocess
 from mxjax.data.__main__ import main
-from mxjax.data.indexed import open_indexed, read_indexed
+from mxjax.data.indexed import IndexedWriter, open_indexed, read_indexed
 from mxjax.data.sources import read_documents
 from mxjax.data.store import tokenize
 from mxjax.data.tokenizer import load_tokenizer
@@ -114,7 +116,10 @@ def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, capsys, worker
         (["--input", "a.txt", "--tokenizer", "t.json"], "--eod-token: name the token of t.json"),
         (["--input", "a.txt", "--tokenizer", "t.json", "--eod-token", "x"], "--tokenizer: no file"),
         (["--input", "a.txt", "--workers", "0"], "--workers: 0; must be at least 1"),
-        (["--input", "empty.txt"], "the 1 files hold no text at all"),
+        (
+            ["--input", "empty.txt"],
+            "--input: the files hold no text at all (1 files, the first is ",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_said(tmp_path, monkeypatch, capsys, options, words):
@@ -124,6 +129,25 @@ def test_what_cannot_be_built_is_said(tmp_path, monkeypatch, capsys, options, wo
     build("out", *options, code=2)
     assert words in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_nothing_behind(tmp_path, monkeypatch, number, code):
+    (tmp_path / "a.txt").write_text("text")
+    add_document = IndexedWriter.add_document
+
+    def add_and_signal(self, *sequences):
+        add_document(self, *sequences)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(IndexedWriter, "add_document", add_and_signal)
+    command = ["build", "--output", str(tmp_path / "x"), "--input", str(tmp_path / "a.txt")]
+    try:
+        ended = main(command)
+    except SystemExit as stopped:
+        ended = stopped.code
+    assert ended == code
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path, capsys):

@@ -59,12 +59,14 @@ def test_one_method_changes_who_is_chosen():
         ("Mine", "must be written module:Class"),
         ("nowhere.at_all:Mine", "nowhere.at_all cannot be imported (ModuleNotFoundError"),
         ("broken_router:Mine", "broken_router cannot be imported (ZeroDivisionError"),
+        ("leaving_router:Mine", "leaving_router cannot be imported (SystemExit"),
         ("math:Mine", "math has no class Mine that extends mxjax.moe.router.Router"),
         ("collections:OrderedDict", "collections has no class OrderedDict that extends"),
     ],
 )
 def test_what_is_no_router_is_a_problem_of_the_configuration(router, expected, module, tmp_path):
     module("broken_router", "1 / 0\n")
+    module("leaving_router", "raise SystemExit(0)\n")
     path = tmp_path / "config.yaml"
     path.write_text(f"moe: {{num_experts: 8, router: '{router}'}}\n")
     with pytest.raises(ConfigError) as caught:

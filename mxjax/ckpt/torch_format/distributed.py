@@ -254,9 +254,24 @@ def coverage_problem(tensor: DistTensor) -> str | None:
             return "has a chunk of another rank"
         if any(o + n > d for o, n, d in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
             return f"has a chunk outside of it, at {chunk.offsets} of {chunk.sizes}"
-    if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
-        return "has two chunks at the same place"
+    if overlap := _overlap(tensor.chunks):
+        return f"has chunks that overlap, at {overlap[0].offsets} and {overlap[1].offsets}"
     stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if stored != tensor.size:
         return f"has chunks of {stored} elements in all instead of {tensor.size}"
+    return None
+
+
+def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Two chunks that share an element; with none and the right sum they cover the tensor."""
+    open_chunks: list[Chunk] = []
+    for chunk in sorted((c for c in chunks if 0 not in c.sizes), key=lambda c: c.offsets[:1]):
+        # Only those that reach beyond the start of this one along the first dim can still meet it.
+        start = chunk.offsets[:1]
+        open_chunks = [c for c in open_chunks if not start or c.offsets[0] + c.sizes[0] > start[0]]
+        for other in open_chunks:
+            places = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < c + n and c < a + m for a, m, c, n in places):
+                return other, chunk
+        open_chunks.append(chunk)
     return None

@@ -161,6 +161,13 @@ def yarn_ramp_goes_down(c: Config) -> Findings:
 
 
 @rule
+def yarn_has_a_base(c: Config) -> Findings:
+    scaling = c.model.rope_scaling
+    if scaling is not None and scaling.kind == "yarn" and c.model.rope_theta <= 1:
+        yield "model.rope_theta", "must be more than 1 for YaRN; raise it (10000 is usual)"
+
+
+@rule
 def sequence_fits_positions(c: Config) -> Findings:
     longest = c.model.max_position_embeddings
     if c.training.seq_length > longest:
