@@ -19,7 +19,7 @@ CONTEXT = {"dp": 2, "cp": 2, "tp": 2, "zero_stage": 3}
     ("shape", "parallel", "training"),
     [
         ("qwen3", {"dp": 2, "tp": 4, "zero_stage": 3}, {}),
-        ("qwen3_moe", ALL | {"zero_stage": 1}, {}),
+        ("qwen3_moe", ALL | {"zero_stage": 3}, {}),
         ("qwen3_moe", {"ep": 2, "tp": 2, "zero_stage": 3} | FOLDED, UNROLLED),
         ("qwen3_moe", CONTEXT, {}),
     ],
