@@ -54,9 +54,9 @@ def start_jax(parallel: ParallelConfig, arguments: argparse.Namespace) -> int:
     """Set JAX up for this run; returns the number of devices over all processes."""
     import jax
 
-    if parallel.cpu_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", parallel.cpu_devices)
+    from mxjax.sharding.mesh import use_cpu_devices
+
+    use_cpu_devices(parallel.cpu_devices)
     if arguments.coordinator_address:
         jax.distributed.initialize(
             arguments.coordinator_address, arguments.num_processes, arguments.process_id

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tqdm import tqdm
 
 import mxjax
@@ -19,7 +17,7 @@ from mxjax.ckpt.mapping.rules import Cut, Theirs
 from mxjax.ckpt.megatron.arguments import from_arguments
 from mxjax.ckpt.megatron.opened import open_megatron
 from mxjax.ckpt.streaming import write_streamed
-from mxjax.config import Config, load_config, to_yaml
+from mxjax.config import Config, load_settings, to_yaml
 from mxjax.moe.buckets import BucketChooser
 
 FRESH = "fresh: Adam's moments and its count are zero"
@@ -75,7 +73,9 @@ def import_megatron(
         raise CheckpointFormatError(f"{source} has no {_EMBEDDING.names[0]}.")
     rows = megatron.tensor(_EMBEDDING.names[0], _EMBEDDING).shape[0]
     found = from_arguments(megatron.args, rows)
-    config = replace(_config(found.settings, overrides), run_dir=str(run_dir))
+    # The layout of the run is the user's choice, later.
+    config = load_settings(found.settings, "Megatron's arguments", overrides)
+    config = replace(config, run_dir=str(run_dir))
     conversion = Conversion(megatron, config, found.zero_centred_gamma)
     iteration = megatron.common.get("iteration")
     step = iteration if isinstance(iteration, int) else 0  # a release may have none
@@ -99,14 +99,6 @@ def import_megatron(
         (folder / "config.yaml").write_text(to_yaml(config, only_differences=True), "utf-8")
         write_streamed(folder, step, arrays, metadata, bar.update)
     return report
-
-
-def _config(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Settings as a checked configuration. The layout of the run is the user's choice, later."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "arguments.yaml"
-        path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), "utf-8")
-        return load_config(path, overrides)
 
 
 def _metadata(

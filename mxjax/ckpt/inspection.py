@@ -15,8 +15,10 @@ import yaml
 
 from mxjax.ckpt.errors import CheckpointFormatError
 from mxjax.ckpt.leaves import (
+    COMMON_ENTRY,
     Leaf,
     Value,
+    common_values,
     dist_leaves,
     flatten,
     plain,
@@ -29,9 +31,6 @@ from mxjax.ckpt.safetensors import read_safetensors
 from mxjax.ckpt.torch_format.archive import TorchArchive
 from mxjax.ckpt.torch_format.distributed import DistCheckpoint
 from mxjax.ckpt.torch_format.values import Record
-
-COMMON_ENTRY = "common_state/shard_0_1"
-"""The byte entry that has Megatron's plain values, from 0.19 on."""
 
 GRID = {
     "tp": "tensor_model_parallel_size",
@@ -181,10 +180,7 @@ def _torch_dist(summary: Summary, location: Location) -> Mapping[str, Leaf]:
         backend = location.folder / "metadata.json"
         if backend.exists():
             summary.format |= json.loads(backend.read_text())
-        if (location.folder / "common.pt").exists():
-            common = TorchArchive(location.folder / "common.pt").load()
-        elif COMMON_ENTRY in checkpoint.byte_entries:
-            (common,) = checkpoint.byte_entries[COMMON_ENTRY].load()
+        common = common_values(checkpoint, location.folder)
     except ValueError as error:
         summary.missing.append(str(error))
     if isinstance(common, dict):

@@ -78,6 +78,24 @@ def safetensors_files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
 
 
+COMMON_ENTRY = "common_state/shard_0_1"
+"""The byte entry that has Megatron's plain values, from 0.19 on."""
+
+
+def common_values(checkpoint: DistCheckpoint, folder: Path) -> Any:
+    """Megatron's plain values beside the tensors of ``torch_dist``; None: they are missing.
+
+    Raises:
+      CheckpointFormatError: they are damaged.
+    """
+    if (path := folder / "common.pt").exists():  # Megatron up to 0.18
+        return TorchArchive(path).load()
+    if COMMON_ENTRY in checkpoint.byte_entries:
+        (values,) = checkpoint.byte_entries[COMMON_ENTRY].load()
+        return values
+    return None
+
+
 def dist_leaves(checkpoint: DistCheckpoint, folder: Path) -> dict[str, Leaf]:
     """Tensors and byte entries of a folder of torch.distributed.checkpoint, and ``common.pt``."""
     found: dict[str, Leaf] = dict(checkpoint.tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from mxjax.ckpt.errors import CheckpointFormatError
 from mxjax.ckpt.leaves import run_leaves
 from mxjax.ckpt.locate import Kind, Location, locate
 from mxjax.ckpt.tree import describe, named_leaves
-from mxjax.config import Config, load_config, resolve_axes
-from mxjax.sharding.context_parallel import sequence_order
-from mxjax.sharding.mesh import BATCH_AXES, SEQUENCE_AXES, build_mesh
-from mxjax.training.gradients import REPLICATED, Objective
+from mxjax.config import Config, load_settings, resolve_axes
+from mxjax.sharding.mesh import build_mesh, use_cpu_devices
+from mxjax.training.gradients import Objective
+from mxjax.training.predict import predictor
 
 
 def run_logits(
@@ -83,16 +82,13 @@ def _config(location: Location, seq_length: int, overrides: Sequence[str]) -> Co
             "param_dtype": saved["training"]["param_dtype"],
         },
     }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(settings), "utf-8")
-        parallel = load_config(path, overrides).parallel
-        if parallel.cpu_devices:
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", parallel.cpu_devices)
-        resolved, _ = resolve_axes(parallel, jax.device_count())
-        batch = f"training.global_batch_size={resolved.dp * resolved.ep}"
-        return load_config(path, [*overrides, batch], lambda _: jax.device_count())
+    parallel = load_settings(settings, "the run's configuration", overrides).parallel
+    use_cpu_devices(parallel.cpu_devices)
+    resolved, _ = resolve_axes(parallel, jax.device_count())
+    batch = f"training.global_batch_size={resolved.dp * resolved.ep}"
+    return load_settings(
+        settings, "the run's configuration", [*overrides, batch], lambda _: jax.device_count()
+    )
 
 
 def _weights(location: Location, objective: Objective) -> tuple[dict, jax.Array | None]:
@@ -120,37 +116,17 @@ def _weights(location: Location, objective: Objective) -> tuple[dict, jax.Array 
 
 
 def _program(objective: Objective, seq_length: int):
-    """(params, expert bias, tokens [rows, S]) -> logits [rows, S, V] fp32, in order."""
-    mesh, config = objective.mesh, objective.config
-    order_S = sequence_order(seq_length, mesh.shape["cp"])
-    place_S = np.argsort(order_S)
-    spec = PartitionSpec(BATCH_AXES, SEQUENCE_AXES)
-
-    def logits(params, expert_bias, tokens_BS, positions_BS):
-        batch = {
-            "tokens": tokens_BS,
-            "positions": positions_BS,
-            "segment_ids": jnp.ones_like(tokens_BS),
-        }
-        return objective.logits(params, expert_bias, batch).astype(jnp.float32)
-
-    parts = jax.shard_map(
-        logits,
-        mesh=mesh,
-        in_specs=(objective.param_specs, REPLICATED, spec, spec),
-        out_specs=PartitionSpec(BATCH_AXES, SEQUENCE_AXES, "tp"),
-        check_vma=False,
-    )
+    """(params, expert bias, tokens [rows, S]) -> logits [rows, S, V] fp32, on the host."""
+    predict = predictor(objective, "logits", seq_length)
+    exact = objective.config.training.compute_dtype == "float32"
 
     @jax.jit
-    def predict(params, expert_bias, tokens_BS):
-        positions_BS = jnp.broadcast_to(jnp.asarray(order_S), tokens_BS.shape)
-        return parts(params, expert_bias, tokens_BS[:, order_S], positions_BS)[:, place_S]
+    def logits(*arguments):
+        return predict(*arguments).astype(jnp.float32)
 
     def run(*arguments):
         # Without this, GPUs multiply fp32 matrices in TF32.
-        exact = config.training.compute_dtype == "float32"
         with jax.default_matmul_precision("highest" if exact else "default"):
-            return np.asarray(predict(*arguments))
+            return np.asarray(logits(*arguments))
 
     return run

@@ -1,7 +1,7 @@
 """The configuration of a run: its tree (``schema``), its ``rules``, and reading it (``load``)."""
 
 from mxjax.config.checks import Problem, resolve_axes
-from mxjax.config.load import ConfigError, load_config, to_yaml
+from mxjax.config.load import ConfigError, load_config, load_settings, to_yaml
 from mxjax.config.schema import (
     CheckpointConfig,
     Config,
@@ -33,6 +33,7 @@ __all__ = [
     "RopeScalingConfig",
     "TrainingConfig",
     "load_config",
+    "load_settings",
     "resolve_axes",
     "to_yaml",
 ]

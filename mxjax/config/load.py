@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -58,7 +58,28 @@ def load_config(
     Raises:
       ConfigError: with all problems. While a file cannot be read, only that is reported.
     """
-    layers = [*_read_file(Path(path)), *(_read_override(override) for override in overrides)]
+    return _load(_read_file(Path(path)), overrides, device_count)
+
+
+def load_settings(
+    settings: Mapping[str, Any],
+    origin: str,
+    overrides: Sequence[str] = (),
+    device_count: Callable[[ParallelConfig], int] | None = None,
+) -> Config:
+    """As `load_config`, from sections as plain dicts; `origin` says in messages where they are
+    from."""
+    values = json.loads(json.dumps(settings))
+    layer = _Layer(values, dict.fromkeys(values, origin))
+    return _load([layer], overrides, device_count)
+
+
+def _load(
+    layers: list[_Layer],
+    overrides: Sequence[str],
+    device_count: Callable[[ParallelConfig], int] | None,
+) -> Config:
+    layers = [*layers, *(_read_override(override) for override in overrides)]
     tree: dict = {}
     origins: dict[str, str] = {}
     for layer in layers:

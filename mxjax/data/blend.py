@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from mxjax.data.errors import DataError
-from mxjax.data.packing import PackedSamples, Sample, fingerprint
+from mxjax.data.packing import PackedSamples, Sample, check_index, fingerprint
 
 LONGEST_PERIOD = 1_000_000
 """Weights that need a longer one are rounded to this many parts of their sum."""
@@ -134,9 +134,7 @@ class BlendedSamples:
         return period * len(self._order) + int(self._places[source][rank])
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0 or (self.num_samples is not None and index >= self.num_samples):
-            end = "without end" if self.num_samples is None else f"to {self.num_samples - 1}"
-            raise IndexError(f"no sample {index}: samples are numbered from 0 {end}")
+        check_index(index, self.num_samples)
         source, own_index = self.locate(index)
         return self.sources[source][own_index]
 

@@ -57,6 +57,13 @@ class Samples(Protocol):
         ...
 
 
+def check_index(index: int, num_samples: int | None) -> None:
+    """Raises IndexError if there is no sample `index`; `num_samples` None: there is no end."""
+    if index < 0 or (num_samples is not None and index >= num_samples):
+        end = "without end" if num_samples is None else f"to {num_samples - 1}"
+        raise IndexError(f"no sample {index}: samples are numbered from 0 {end}")
+
+
 def padding_sample(seq_length: int) -> Sample:
     """A sample of padding alone."""
     names = ("tokens", "targets", "segment_ids", "positions")
@@ -133,9 +140,7 @@ class PackedSamples:
         return fingerprint(settings, store.starts, store.lengths, store.probe())
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0 or (self.num_samples is not None and index >= self.num_samples):
-            end = "without end" if self.num_samples is None else f"to {self.num_samples - 1}"
-            raise IndexError(f"no sample {index}: samples are numbered from 0 {end}")
+        check_index(index, self.num_samples)
         epoch, visit = divmod(index, self.samples_per_epoch)
         order = self._order(epoch)
         begin = int(order.windows[visit]) * self.seq_length

@@ -15,9 +15,14 @@ from mxjax.kernels.attention_block import (
     BlockOptions,
     Implementation,
     cudnn_obstacle,
+    grouped,
+    same_segment,
+    takes_cudnn,
     tiled_causal_attention,
+    ungrouped,
     widened,
 )
+from mxjax.kernels.dropout import dropout
 
 LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""
@@ -46,18 +51,17 @@ def causal_attention(
     Raises:
       ValueError: `cudnn` was named and cannot run this call.
     """
-    dropout = dropout_rate > 0 and dropout_key is not None
+    has_dropout = dropout_rate > 0 and dropout_key is not None
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
-    obstacle = cudnn_obstacle(q_BSND, dropout)
-    if implementation == "cudnn" and obstacle:
-        raise ValueError(f"attention_implementation: cudnn cannot run here: {obstacle}; use auto")
-    if implementation == "xla" or obstacle:
-        rate = dropout_rate if dropout else 0.0
+    if not takes_cudnn(implementation, cudnn_obstacle(q_BSND, has_dropout)):
+        rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
         if q_BSND.shape[1] > LONG_SEQUENCE:
-            options, key = BlockOptions(scale, rate, "xla"), dropout_key if dropout else None
+            options = BlockOptions(scale, rate, "xla")
             return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
-        return _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, dropout_key)
-    mask = None if segment_ids_BS is None else _same_segment(segment_ids_BS)[:, None]
+        return _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
+    mask = None
+    if segment_ids_BS is not None:
+        mask = same_segment(segment_ids_BS, segment_ids_BS)[:, None]
     # cuDNN through JAX wants values as wide as keys: zeros in, zeros out.
     wide = widened(v_BSGE, q_BSND.shape[-1])
     out = jax.nn.dot_product_attention(
@@ -66,28 +70,18 @@ def causal_attention(
     return out[..., : v_BSGE.shape[-1]]
 
 
-def _same_segment(segment_ids_BS: jax.Array) -> jax.Array:
-    return segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
-
-
 def _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, dropout_rate, dropout_key):
     """The reference: scores in fp32, of size [B, N, S, S]."""
-    B, S, N, D = q_BSND.shape
-    G, E = k_BSGD.shape[2], v_BSGE.shape[-1]
-    R = N // G
-    # Heads first and the R heads of a group as more rows: plain batched matrix products.
-    q_BGXD = q_BSND.reshape(B, S, G, R, D).transpose(0, 2, 3, 1, 4).reshape(B, G, R * S, D)
+    S, G = q_BSND.shape[1], k_BSGD.shape[2]
+    # Heads first and the heads of a group as more rows: plain batched matrix products.
+    q_BGXD = grouped(q_BSND, G)
     k_BGSD, v_BGSE = k_BSGD.transpose(0, 2, 1, 3), v_BSGE.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bgxd,bgtd->bgxt", q_BGXD, k_BGSD, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, G, R, S, S) * scale
+    scores = scores.reshape(*scores.shape[:2], -1, S, S) * scale
     mask_BST = jnp.tril(jnp.ones((S, S), bool))[None]
     if segment_ids_BS is not None:
-        mask_BST = mask_BST & _same_segment(segment_ids_BS)
+        mask_BST = mask_BST & same_segment(segment_ids_BS, segment_ids_BS)
     scores = jnp.where(mask_BST[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(scores, axis=-1)
-    if dropout_rate:
-        keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, probs.shape)
-        probs = jnp.where(keep, probs / (1 - dropout_rate), 0)
-    probs_BGXT = probs.reshape(B, G, R * S, S).astype(v_BSGE.dtype)
-    out_BGXE = jnp.einsum("bgxt,bgte->bgxe", probs_BGXT, v_BGSE)
-    return out_BGXE.reshape(B, G, R, S, E).transpose(0, 3, 1, 2, 4).reshape(B, S, N, E)
+    probs = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
+    probs_BGXT = probs.reshape(*q_BGXD.shape[:3], S).astype(v_BSGE.dtype)
+    return ungrouped(jnp.einsum("bgxt,bgte->bgxe", probs_BGXT, v_BGSE), S)

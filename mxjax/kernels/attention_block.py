@@ -28,6 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mxjax.kernels.dropout import dropout
+
 Implementation = Literal["auto", "cudnn", "xla"]
 
 MASKED = -1e30
@@ -179,6 +181,11 @@ def _tied(q_BQND, segment_ids, num_tiles):
     return lax.optimization_barrier((q_BQND, segment_ids, jnp.arange(num_tiles)))
 
 
+def same_segment(q_ids_BQ: jax.Array, kv_ids_BK: jax.Array) -> jax.Array:
+    """Whether query and key are of one segment, bool [B, Q, K]."""
+    return q_ids_BQ[:, :, None] == kv_ids_BK[:, None, :]
+
+
 # XLA: scores in fp32
 
 
@@ -207,19 +214,20 @@ def _tile(index, tile, q_BQND, k_BKGD, segment_ids, key, causal):
         mask = mask[None]
     if segment_ids is not None:
         q_ids, kv_ids = segment_ids
-        same = _cut(q_ids, index, tile, 1)[:, :, None] == kv_ids[:, None, :]
+        same = same_segment(_cut(q_ids, index, tile, 1), kv_ids)
         mask = same if mask is None else mask & same
     key = None if key is None else jax.random.fold_in(key, index)
     return _cut(q_BQND, index, tile, 1), mask, key
 
 
-def _grouped(x_BQND: jax.Array, G: int) -> jax.Array:
+def grouped(x_BQND: jax.Array, G: int) -> jax.Array:
     """Heads first, and the R heads of a group as more rows: [B, G, R * Q, D]."""
     B, Q, N, D = x_BQND.shape
     return x_BQND.reshape(B, Q, G, N // G, D).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, D)
 
 
-def _ungrouped(x_BGXD: jax.Array, Q: int) -> jax.Array:
+def ungrouped(x_BGXD: jax.Array, Q: int) -> jax.Array:
+    """The inverse of `grouped`, [B, Q, N, D]."""
     B, G, X, D = x_BGXD.shape
     return x_BGXD.reshape(B, G, X // Q, Q, D).transpose(0, 3, 1, 2, 4).reshape(B, Q, -1, D)
 
@@ -244,42 +252,35 @@ def _masked_scores(q_BGXD, k_BKGD, mask_BQK, scale):
     return jnp.where(mask, scores, MASKED), mask
 
 
-def _dropped(x, key, rate):
-    """Dropout of probabilities, or of their gradient: the same places for the same key."""
-    if not rate:
-        return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), 0)
-
-
 def _xla_forward(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, options: BlockOptions):
     (B, Q, N, _), G = q_BQND.shape, k_BKGD.shape[2]
-    q_BGXD = _grouped(q_BQND, G)
+    q_BGXD = grouped(q_BQND, G)
     scores, mask = _masked_scores(q_BGXD, k_BKGD, mask_BQK, options.scale)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = _exponentials(scores, mask, top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     seen = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    weights = _dropped(weights, key, options.dropout_rate)
+    weights = dropout(weights, options.dropout_rate, key)
     out_BGXE = _product("bgxk,bkge->bgxe", weights.astype(v_BKGE.dtype), v_BKGE) / seen
     lse_BGX1 = jnp.where(total > 0, top + jnp.log(seen), MASKED)
-    return _ungrouped(out_BGXE, Q), lse_BGX1.reshape(B, N, Q)
+    return ungrouped(out_BGXE, Q), lse_BGX1.reshape(B, N, Q)
 
 
 def _xla_gradient(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, results, options: BlockOptions):
     out_BQNE, lse_BNQ, d_out_BQNE = results
     (B, Q, _, _), G, rate = q_BQND.shape, k_BKGD.shape[2], options.dropout_rate
-    q_BGXD, d_out_BGXE = _grouped(q_BQND, G), _grouped(d_out_BQNE, G)
-    delta = _product("bgxe,bgxe->bgx", _grouped(out_BQNE, G), d_out_BGXE)[..., None]
+    q_BGXD, d_out_BGXE = grouped(q_BQND, G), grouped(d_out_BQNE, G)
+    delta = _product("bgxe,bgxe->bgx", grouped(out_BQNE, G), d_out_BGXE)[..., None]
     scores, mask = _masked_scores(q_BGXD, k_BKGD, mask_BQK, options.scale)
     probs = _exponentials(scores, mask, lse_BNQ.reshape(B, G, -1, 1))
-    kept = _dropped(probs, key, rate).astype(d_out_BQNE.dtype)
+    kept = dropout(probs, rate, key).astype(d_out_BQNE.dtype)
     d_v = _product("bgxk,bgxe->bkge", kept, d_out_BGXE)
-    d_probs = _dropped(_product("bgxe,bkge->bgxk", d_out_BGXE, v_BKGE), key, rate)
+    # The same key: dropped in the same places.
+    d_probs = dropout(_product("bgxe,bkge->bgxk", d_out_BGXE, v_BKGE), rate, key)
     d_scores = (probs * (d_probs - delta) * options.scale).astype(q_BQND.dtype)
     d_q = _product("bgxk,bkgd->bgxd", d_scores, k_BKGD)
     d_k = _product("bgxk,bgxd->bkgd", d_scores, q_BGXD)
-    return _ungrouped(d_q, Q), d_k, d_v
+    return ungrouped(d_q, Q), d_k, d_v
 
 
 # cuDNN
@@ -301,15 +302,18 @@ def cudnn_obstacle(q_BQND: jax.Array, dropout: bool) -> str | None:
 
 
 def _takes_cudnn(q_BQND, k_BKGD, segment_ids, options: BlockOptions) -> bool:
-    if options.implementation == "xla":
-        return False
     obstacle = cudnn_obstacle(q_BQND, options.dropout_rate > 0)
     odd = q_BQND.shape[1] % 2 or k_BKGD.shape[1] % 2
     if obstacle is None and segment_ids is not None and odd:
         obstacle = "with document masks it needs an even number of queries and keys in a block"
-    if options.implementation == "cudnn" and obstacle:
+    return takes_cudnn(options.implementation, obstacle)
+
+
+def takes_cudnn(implementation: Implementation, obstacle: str | None) -> bool:
+    """The choice, with what `cudnn_obstacle` found; ValueError: cuDNN was named and cannot run."""
+    if implementation == "cudnn" and obstacle:
         raise ValueError(f"attention_implementation: cudnn cannot run here: {obstacle}; use auto")
-    return obstacle is None
+    return implementation != "xla" and obstacle is None
 
 
 def _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal):
@@ -320,8 +324,7 @@ def _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal):
     kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
     if segment_ids is None:
         return cudnn, v, None, kind
-    q_ids, kv_ids = segment_ids
-    mask = (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
+    mask = same_segment(*segment_ids)[:, None]
     return cudnn, v, cudnn.combine_bias_and_mask(None, mask, q_BQND.dtype), kind
 
 

@@ -1,7 +1,7 @@
 """Grouped-query attention, split over `tp` by heads.
 
 Shapes: B batch, S sequence, s sequence of the residual stream, H hidden, N query heads and G
-key/value groups (local), D head width.
+key/value groups (local), D width of query and key heads, E of value heads (D where they are equal).
 """
 
 from __future__ import annotations
@@ -20,27 +20,63 @@ from mxjax.sharding import collectives, tensor_parallel
 from mxjax.sharding.context_parallel import attend
 
 
-class Attention(nnx.Module):
-    """Multi-head (G = N), grouped-query or multi-query (G = 1) causal self-attention."""
+class SelfAttention(nnx.Module):
+    """What all kinds of causal self-attention share, from heads back to the residual stream.
+
+    `head_dim` is the width of queries and keys. A subclass makes `self.out` by `_make_out`.
+    """
+
+    def __init__(self, model: ModelConfig, head_dim: int):
+        self.scale = attention_scale(head_dim, model.rope_scaling)
+        self.implementation = model.attention_implementation
+        self.dropout = model.attention_dropout
+
+    def _make_out(self, model: ModelConfig, value_head_dim: int, rngs: nnx.Rngs) -> nnx.Param:
+        return param(
+            rngs,
+            (model.num_attention_heads, value_head_dim, model.hidden_size),
+            ("heads", "head_dim", "hidden"),
+            std=model.init_method_std / (2 * model.num_layers) ** 0.5,
+        )
+
+    def _mix(
+        self,
+        q_BSND: jax.Array,
+        k_BSGD: jax.Array,
+        v_BSGE: jax.Array,
+        ctx: LayerContext,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Attention and the output matrix, [B, s, H]."""
+        mixed_BSNE = attend(
+            q_BSND,
+            k_BSGD,
+            v_BSGE,
+            segment_ids_Bs=ctx.segment_ids_BS,
+            scale=self.scale,
+            dropout_rate=self.dropout,
+            dropout_key=ctx.tensor_key(key),
+            implementation=self.implementation,
+            context_parallel=ctx.context_parallel,
+        )
+        partial_BSH = jnp.einsum("bsne,neh->bsh", mixed_BSNE, self.out[...])
+        return tensor_parallel.leave(partial_BSH, ctx.sequence_parallel)
+
+
+class Attention(SelfAttention):
+    """Multi-head (G = N), grouped-query or multi-query (G = 1)."""
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         H, N, D = model.hidden_size, model.num_attention_heads, model.attention_head_dim
+        super().__init__(model, D)
         G = model.attention_groups
         self.num_query_groups = G
-        self.scale = attention_scale(D, model.rope_scaling)
-        self.implementation = model.attention_implementation
-        self.dropout = model.attention_dropout
         self.add_qkv_bias = model.add_qkv_bias
         self.add_out_bias = model.add_bias_linear
         std = model.init_method_std
         self.q = param(rngs, (H, N, D), ("hidden", "heads", "head_dim"), std=std)
         self.kv = param(rngs, (H, 2, G, D), ("hidden", "branch", "kv_heads", "head_dim"), std=std)
-        self.out = param(
-            rngs,
-            (N, D, H),
-            ("heads", "head_dim", "hidden"),
-            std=std / (2 * model.num_layers) ** 0.5,
-        )
+        self.out = self._make_out(model, D, rngs)
         if self.add_qkv_bias:
             self.q_bias = param(rngs, (N, D), ("heads", "head_dim"))
             self.kv_bias = param(rngs, (2, G, D), ("branch", "kv_heads", "head_dim"))
@@ -63,19 +99,7 @@ class Attention(nnx.Module):
             q_BSND, k_BSGD = self.q_norm(q_BSND), self.k_norm(k_BSGD)
         if ctx.rope is not None:
             q_BSND, k_BSGD = apply_rope(q_BSND, ctx.rope), apply_rope(k_BSGD, ctx.rope)
-        mixed_BSND = attend(
-            q_BSND,
-            k_BSGD,
-            v_BSGD,
-            segment_ids_Bs=ctx.segment_ids_BS,
-            scale=self.scale,
-            dropout_rate=self.dropout,
-            dropout_key=ctx.tensor_key(key),
-            implementation=self.implementation,
-            context_parallel=ctx.context_parallel,
-        )
-        partial_BSH = jnp.einsum("bsnd,ndh->bsh", mixed_BSND, self.out[...])
-        out_BsH = tensor_parallel.leave(partial_BSH, ctx.sequence_parallel)
+        out_BsH = self._mix(q_BSND, k_BSGD, v_BSGD, ctx, key)
         return out_BsH + self.out_bias[...] if self.add_out_bias else out_BsH
 
     def _local_groups(self, kv: jax.Array) -> jax.Array:

@@ -19,16 +19,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mxjax.config.schema import ModelConfig
-from mxjax.kernels.rope import apply_rope, attention_scale
+from mxjax.kernels.rope import apply_rope
+from mxjax.models.attention import SelfAttention
 from mxjax.models.context import LayerContext
 from mxjax.models.norm import RMSNorm
 from mxjax.models.parts import param
 from mxjax.sharding import tensor_parallel
-from mxjax.sharding.context_parallel import attend
 
 
-class LatentAttention(nnx.Module):
-    """Causal self-attention through latents.
+class LatentAttention(SelfAttention):
+    """Through latents.
 
     What makes latents is whole on every `tp` rank and works on the residual stream: with
     `sequence_parallel` each rank does so for its own tokens, and only latents are gathered.
@@ -37,10 +37,8 @@ class LatentAttention(nnx.Module):
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         mla, H, N = model.mla, model.hidden_size, model.num_attention_heads
         P, R, D, E = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.qk_head_dim, mla.v_head_dim
+        super().__init__(model, D)
         self.mla = mla
-        self.scale = attention_scale(D, model.rope_scaling)
-        self.implementation = model.attention_implementation
-        self.dropout = model.attention_dropout
         std, epsilon = model.init_method_std, model.norm_epsilon
         if mla.q_lora_rank is None:
             self.q = param(rngs, (H, N, D), ("hidden", "heads", "head_dim"), std=std)
@@ -53,29 +51,12 @@ class LatentAttention(nnx.Module):
         self.kv_down = param(rngs, (H, L + R), ("hidden", "latent_out"), std=std)
         self.kv_norm = RMSNorm(L, "latent", epsilon, rngs)
         self.kv_up = param(rngs, (L, N, P + E), ("latent", "heads", "head_dim"), std=std)
-        self.out = param(
-            rngs,
-            (N, E, H),
-            ("heads", "head_dim", "hidden"),
-            std=std / (2 * model.num_layers) ** 0.5,
-        )
+        self.out = self._make_out(model, E, rngs)
 
     def __call__(self, x_BsH: jax.Array, ctx: LayerContext, key: jax.Array | None) -> jax.Array:
         q_BSND = self._queries(x_BsH, ctx)
         k_BSND, v_BSNE = self._keys_and_values(x_BsH, ctx)
-        mixed_BSNE = attend(
-            q_BSND,
-            k_BSND,
-            v_BSNE,
-            segment_ids_Bs=ctx.segment_ids_BS,
-            scale=self.scale,
-            dropout_rate=self.dropout,
-            dropout_key=ctx.tensor_key(key),
-            implementation=self.implementation,
-            context_parallel=ctx.context_parallel,
-        )
-        partial_BSH = jnp.einsum("bsne,neh->bsh", mixed_BSNE, self.out[...])
-        return tensor_parallel.leave(partial_BSH, ctx.sequence_parallel)
+        return self._mix(q_BSND, k_BSND, v_BSNE, ctx, key)
 
     def _queries(self, x_BsH: jax.Array, ctx: LayerContext) -> jax.Array:
         """Queries of this rank's heads, [B, S, N, D]."""

@@ -7,6 +7,7 @@ a layer is traced. A `Part` translates between the two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,16 @@ class Part:
     def bind(self, params: Params) -> nnx.Module:
         """The module with these arrays (of one layer, if stacked) as its weights."""
         return jax.tree.unflatten(self._treedef, [_get(params, path) for path in self._paths])
+
+
+def stack_layers(layers: list) -> Any:
+    """Equal trees, one for each layer, as one tree with a first dim for the layers."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def layer_of(stack: Any, index: int) -> Any:
+    """One layer of what `stack_layers` gives."""
+    return jax.tree.map(lambda leaf: leaf[index], stack)
 
 
 def _key_name(key) -> str:

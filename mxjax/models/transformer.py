@@ -25,7 +25,7 @@ from mxjax.models.mla import LatentAttention
 from mxjax.models.mlp import MLP
 from mxjax.models.mtp import MTPModule
 from mxjax.models.norm import Norm
-from mxjax.models.parts import Params, Part
+from mxjax.models.parts import Params, Part, layer_of, stack_layers
 from mxjax.moe.layer import MoE
 from mxjax.moe.router import RouterStatistics
 from mxjax.sharding import collectives
@@ -244,16 +244,13 @@ class Transformer:
         run = wrap(module, part.layer_infos)
         outputs, auxes = [], []
         for k, tokens_BS in enumerate(tokens):
-            if isinstance(layers, list):
-                weights = layers[k]
-            else:
-                weights = jax.tree.map(lambda p, k=k: p[k], layers)
+            weights = layers[k] if isinstance(layers, list) else layer_of(layers, k)
             bias_E = expert_bias_LE[self.num_moe_layers + k] if self.num_moe_layers else None
             embedded = self._embed(params, tokens_BS, ctx, NO_LAYER + 1 + k)
             x_BsH, aux = run(weights, x_BsH, embedded, ctx, self.model.num_layers + k, bias_E)
             outputs.append(x_BsH)
             auxes.append(aux)
-        return outputs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
+        return outputs, stack_layers(auxes)
 
 
 def run_layers(
@@ -271,7 +268,7 @@ def run_layers(
             bias_E = None if bias_LE is None else bias_LE[i]
             x, aux = layer(layer_params, x, ctx, indices_L[i], bias_E)
             auxes.append(aux)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
+        return x, stack_layers(auxes)
 
     def body(x, inputs):
         layer_params, index, bias_E = inputs

@@ -27,6 +27,14 @@ EXPERT_DATA_AXES = ("dp", *SEQUENCE_AXES)
 """The same for expert weights, which `ep` splits."""
 
 
+def use_cpu_devices(number: int) -> None:
+    """Run on so many virtual CPU devices (`parallel.cpu_devices`); 0: on the real ones. Before
+    anything else of JAX."""
+    if number:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", number)
+
+
 def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of `devices` (default: all, over all processes) with the sizes of `parallel`.
 

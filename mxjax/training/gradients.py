@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
-from mxjax.models.parts import Params
+from mxjax.models.parts import Params, layer_of, stack_layers
 from mxjax.models.transformer import LayerAux, Transformer
 from mxjax.moe.balance import router_loss
 from mxjax.remat.policy import rematerialise
@@ -254,9 +254,7 @@ class Objective:
             if part.num_layers is None:
                 weights[name] = prepare(params[name], infos[name])
                 continue
-            layers = [
-                jax.tree.map(lambda p, i=i: p[i], params[name]) for i in range(part.num_layers)
-            ]
+            layers = [layer_of(params[name], i) for i in range(part.num_layers)]
             weights[name] = [prepare(layer, part.layer_infos) for layer in layers]
         return weights
 
@@ -271,7 +269,7 @@ class Objective:
     def _stack(self, grads: Params) -> Params:
         """Gradients of unrolled layers, stacked as parameters are."""
         return {
-            name: jax.tree.map(lambda *g: jnp.stack(g), *tree) if isinstance(tree, list) else tree
+            name: stack_layers(tree) if isinstance(tree, list) else tree
             for name, tree in grads.items()
         }
 

@@ -7,11 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from mxjax.sharding.context_parallel import sequence_order
-from mxjax.sharding.mesh import BATCH_AXES, SEQUENCE_AXES
+from mxjax.sharding.mesh import BATCH_AXES
 from mxjax.training.gradients import REPLICATED, Objective
+from mxjax.training.predict import predictor
 from mxjax.training.state import TrainState
 
 
@@ -24,34 +24,12 @@ def greedy_sample(
     """
     mesh = objective.mesh
     rows = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-    spec = PartitionSpec(BATCH_AXES, SEQUENCE_AXES)
-    order_S = sequence_order(seq_length, mesh.shape["cp"])
-    place_S = jnp.asarray(np.argsort(order_S))
-
-    def next_tokens(params, expert_bias, tokens_BS, positions_BS):
-        batch = {
-            "tokens": tokens_BS,
-            "positions": positions_BS,
-            "segment_ids": jnp.ones_like(tokens_BS),
-        }
-        return objective.greedy(params, expert_bias, batch)
-
-    predict = jax.jit(
-        jax.shard_map(
-            next_tokens,
-            mesh=mesh,
-            in_specs=(objective.param_specs, REPLICATED, spec, spec),
-            out_specs=spec,
-            check_vma=False,
-        )
-    )
+    predict = predictor(objective, "greedy", seq_length)
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, REPLICATED))
     def extend(params, expert_bias, tokens_S, length):
-        tokens_BS = jnp.broadcast_to(tokens_S[order_S], (rows, seq_length))
-        positions_BS = jnp.broadcast_to(order_S, (rows, seq_length))
-        next_BS = predict(params, expert_bias, tokens_BS, positions_BS)
-        best = next_BS[0, place_S[length - 1]]
+        tokens_BS = jnp.broadcast_to(tokens_S, (rows, seq_length))
+        best = predict(params, expert_bias, tokens_BS)[0, length - 1]
         return tokens_S.at[length].set(best)
 
     tokens_S = np.zeros(seq_length, np.int32)

@@ -8,7 +8,15 @@ import sys
 import pytest
 import yaml
 
-from mxjax.config import Config, ConfigError, ModelConfig, RopeScalingConfig, load_config, to_yaml
+from mxjax.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    RopeScalingConfig,
+    load_config,
+    load_settings,
+    to_yaml,
+)
 
 
 @pytest.fixture
@@ -232,3 +240,16 @@ def test_reading_a_configuration_does_not_import_jax(write):
         "import sys, mxjax.config as c; c.load_config(sys.argv[1]); assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, os.fspath(write("{}"))], check=True, timeout=60)
+
+
+def test_settings_without_a_file_are_checked_alike_and_name_their_origin():
+    settings = {"model": {"num_layers": 0}, "moe": {"num_experts": 8}}
+    with pytest.raises(ConfigError) as caught:
+        load_settings(settings, "Megatron's arguments", ["moe.router_topk=9"])
+    found = {problem.path: problem.origin for problem in caught.value.problems}
+    assert found == {
+        "model.num_layers": "Megatron's arguments",
+        "moe.router_topk": "override moe.router_topk=9",
+    }
+    config = load_settings({"model": {"num_layers": 3}}, "Megatron's arguments", ["run_dir=x"])
+    assert (config.model.num_layers, config.run_dir) == (3, "x")

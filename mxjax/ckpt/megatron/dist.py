@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mxjax.ckpt.errors import CheckpointFormatError
-from mxjax.ckpt.inspection import COMMON_ENTRY
-from mxjax.ckpt.leaves import plain
+from mxjax.ckpt.leaves import COMMON_ENTRY, common_values, plain
 from mxjax.ckpt.mapping.rules import Theirs
-from mxjax.ckpt.torch_format.archive import TorchArchive
 from mxjax.ckpt.torch_format.distributed import DistCheckpoint, DistTensor
 from mxjax.ckpt.torch_format.values import LazyTensor, Record, TensorLike
 
@@ -45,11 +43,8 @@ class DistributedModel:
         self.moments = tuple(sorted(kinds))
 
     def _read_common(self) -> dict[str, Any]:
-        if (path := self.folder / "common.pt").exists():  # Megatron up to 0.18
-            common = TorchArchive(path).load()
-        elif COMMON_ENTRY in self._checkpoint.byte_entries:
-            (common,) = self._checkpoint.byte_entries[COMMON_ENTRY].load()
-        else:
+        common = common_values(self._checkpoint, self.folder)
+        if common is None:
             raise CheckpointFormatError(
                 f"{self.folder} has neither common.pt nor the entry {COMMON_ENTRY}, so that"
                 " Megatron's arguments are not known."

@@ -24,6 +24,17 @@ from mxjax.ckpt.torch_format.values import STORAGES, Global, Storage, TorchForma
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 0x1
+_NO_DIRECTORY = (
+    zipfile.BadZipFile,
+    struct.error,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    EOFError,
+    NotImplementedError,
+)
+"""What `zipfile` raises at a file that is no archive, a truncated or a damaged one."""
+
 _SUPPORTED_VERSIONS = range(1, 11)  # what torch itself reads
 
 _SMALL = 1 << 14
@@ -99,9 +110,7 @@ class TorchArchive:
             # It finds the directory at the end, and so a truncated file has none.
             with zipfile.ZipFile(window) as archive:
                 infos, directory = archive.infolist(), archive.start_dir
-        except (ValueError, ArithmeticError, LookupError, EOFError, NotImplementedError) as error:
-            raise self._foreign(file) from error
-        except (zipfile.BadZipFile, struct.error) as error:
+        except _NO_DIRECTORY as error:
             raise self._foreign(file) from error
         records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
