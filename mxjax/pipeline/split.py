@@ -1,0 +1,219 @@
+"""One layer's training as three programs: F forward, B input gradient, W weight gradient.
+
+Zero-bubble schedules (Qi et al. 2024) need W apart from B. Forward and backward pass are traced
+together, and each expensive operation (matrix product, attention, collective, ...) is put where it
+is first needed: F, else B, else W. None is ever done twice. Cheap ones (elementwise, reductions,
+changes of shape) may be repeated, and which values cross from F to B and from B to W is the minimum
+cut, by bytes, of the graph between expensive operations. So the inputs of a norm or an activation
+are kept in the model's precision and its fp32 insides are computed again; what depends on weights
+and side inputs only (casts, gathered ZeRO-3 shards, dropout masks) is never kept.
+
+A recompute policy (`jax.checkpoint`) on the layer takes part as it is: what it computes again is
+an expensive operation of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from mxjax.pipeline.graph import Graph, Operation, Program, trace
+
+Layer = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
+"""(params, x, side) -> (y like x, scalar objective, statistics without gradient)."""
+
+_CHEAP = frozenset(
+    "abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div "
+    "dynamic_slice eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log "
+    "log1p logistic lt max min mul name ne neg not or pad pow reduce_and reduce_max reduce_min "
+    "reduce_or reduce_precision reduce_sum reshape rev round rsqrt select_n sign sin slice split "
+    "sqrt square squeeze stop_gradient sub tan tanh transpose xor add_any axis_index argmax "
+    "optimization_barrier empty2 one_minus_square pbroadcast pvary".split()
+)
+"""Primitives that are bound by memory and read about as much as they write."""
+
+_KEPT_LONGER = 8
+"""Keeping a residual of F until W costs this many times less than a value of B's own: under delayed
+W most ranks' residual slots live that long in any case."""
+
+_INFINITE = 2**30
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """The three programs and what passes between them.
+
+    Attributes:
+      residuals: shape and dtype of what F leaves for B.
+      for_weights: which of them W needs too.
+      cut: shape and dtype of what B leaves for W.
+    """
+
+    residuals: tuple[jax.ShapeDtypeStruct, ...]
+    for_weights: tuple[bool, ...]
+    cut: tuple[jax.ShapeDtypeStruct, ...]
+    programs: dict[str, Program]
+    """F, B, W, BW: the last does B and W in one go."""
+    _stats: Any
+    _params: Any
+
+    def forward(self, params, x, side) -> tuple[jax.Array, jax.Array, Any, list[jax.Array]]:
+        """y, objective, statistics, residuals."""
+        y, objective, *rest = self.programs["F"](jax.tree.leaves((params, x, side)))
+        n = self._stats.num_leaves
+        return y, objective, jax.tree.unflatten(self._stats, rest[:n]), rest[n:]
+
+    def infer(self, params, x, side) -> tuple[jax.Array, jax.Array, Any]:
+        """y, objective, statistics."""
+        return self.forward(params, x, side)[:3]
+
+    def backward(self, params, side, residuals, dy) -> tuple[jax.Array, list[jax.Array]]:
+        """Gradient of the input, and what W needs of this pass."""
+        dx, *cut = self.programs["B"](jax.tree.leaves((params, side, list(residuals), dy)))
+        return dx, cut
+
+    def weight_gradients(self, params, side, residuals, cut) -> Any:
+        """Gradients of the weights; `residuals` are those that `for_weights` says."""
+        leaves = jax.tree.leaves((params, side, list(residuals), list(cut)))
+        return jax.tree.unflatten(self._params, self.programs["W"](leaves))
+
+    def backward_both(self, params, side, residuals, dy) -> tuple[jax.Array, Any]:
+        """Gradient of the input and of the weights."""
+        dx, *grads = self.programs["BW"](jax.tree.leaves((params, side, list(residuals), dy)))
+        return dx, jax.tree.unflatten(self._params, grads)
+
+
+def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSplit:
+    """Splits `layer` for arguments like these; its objective counts with weight 1.
+
+    To be called where the layer could be called: within `shard_map`, for a layer with collectives.
+    """
+
+    def joint(params, x, side, dy):
+        def run(params, x):
+            y, objective, stats = layer(params, x, side)
+            return (y, objective), stats
+
+        (y, objective), pullback, stats = jax.vjp(run, params, x, has_aux=True)
+        d_params, d_x = pullback((dy, jnp.ones_like(objective)))
+        return y, objective, stats, d_x, d_params
+
+    graph, tree = trace(joint, params, x, side, x)
+    num_params, num_side = len(jax.tree.leaves(params)), len(jax.tree.leaves(side))
+    in_params, in_x = graph.inputs[:num_params], graph.inputs[num_params]
+    in_side, in_dy = graph.inputs[num_params + 1 : -1], graph.inputs[-1]
+    stats_tree = tree.children()[2]
+    n = 2 + stats_tree.num_leaves
+    out_forward, d_x, d_params = graph.outputs[:n], graph.outputs[n], graph.outputs[n + 1 :]
+    assert len(in_side) == num_side and len(d_params) == num_params
+
+    free = set(range(len(graph.avals))) - graph.dependents([in_x, in_dy])
+    forward = graph.needed(out_forward)
+    residuals = _cut(graph, free, forward, [d_x, *d_params], early={in_x}, late={in_dy})
+    given = set(residuals)
+    backward = graph.needed([d_x], given)
+    crossing = _cut(graph, free, backward, d_params, early={in_dy}, given=given)
+    cut = [value for value in crossing if value not in given]
+    for_weights = tuple(value in crossing for value in residuals)
+    kept = [v for v, needed in zip(residuals, for_weights, strict=True) if needed]
+    held = [*in_params, *in_side]
+    return LayerSplit(
+        residuals=tuple(_shape(graph, v) for v in residuals),
+        for_weights=for_weights,
+        cut=tuple(_shape(graph, v) for v in cut),
+        programs={
+            "F": graph.program([*in_params, in_x, *in_side], [*out_forward, *residuals]),
+            "B": graph.program([*held, *residuals, in_dy], [d_x, *cut]),
+            "W": graph.program([*held, *kept, *cut], d_params),
+            "BW": graph.program([*held, *residuals, in_dy], [d_x, *d_params]),
+        },
+        _stats=stats_tree,
+        _params=jax.tree.structure(params),
+    )
+
+
+def _shape(graph: Graph, value: int) -> jax.ShapeDtypeStruct:
+    aval = graph.avals[value]
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _cut(
+    graph: Graph,
+    free: set[int],
+    first: list[Operation],
+    outputs: list[int],
+    *,
+    early: set[int],
+    late: Iterable[int] = (),
+    given: Iterable[int] = (),
+) -> list[int]:
+    """Values to hand from one pass to the next: the fewest bytes.
+
+    Args:
+      free: values that both passes have, or can make of what both have.
+      first: what the earlier pass has to do; expensive operations among it are done only there.
+      outputs: what the later pass is for.
+      early, late: inputs that the earlier or the later pass has for itself.
+      given: values that a pass before both handed on, which cost less; what made them is done.
+    """
+    given = set(given)
+    in_first = set(map(id, first))
+    late_values = set(late)  # what cannot exist before the later pass
+    sources = early | given
+    edges: list[tuple[int, int]] = []
+    sinks: set[int] = set()
+    for op in graph.needed([*outputs, *(v for o in first for v in o.outputs)], given):
+        inputs = [v for v in op.inputs if v not in free]
+        outs = [v for v in op.outputs if v not in free and v not in given]
+        if not outs:
+            continue
+        expensive = op.name not in _CHEAP
+        if not late_values.isdisjoint(inputs) or (expensive and id(op) not in in_first):
+            late_values.update(outs)
+            sinks.update(v for v in inputs if v not in late_values)
+        elif expensive:
+            sources.update(outs)
+        else:
+            edges += [(i, o) for i in inputs for o in outs]
+    sinks.update(v for v in outputs if v not in free and v not in late_values)
+    candidates = sources | sinks | {v for edge in edges for v in edge}
+    weights = {
+        v: max(1, graph.num_bytes(v) // (_KEPT_LONGER if v in given else 1)) for v in candidates
+    }
+    return sorted(_minimum_cut(weights, edges, sources & candidates, sinks))
+
+
+def _minimum_cut(
+    weights: dict[int, int], edges: list[tuple[int, int]], sources: set[int], sinks: set[int]
+) -> set[int]:
+    """Nodes of least total weight that every path from a source to a sink passes."""
+    if not sinks:
+        return set()
+    names = sorted(weights)
+    place = {name: i for i, name in enumerate(names)}
+    n = len(names)
+    source, sink = 2 * n, 2 * n + 1
+    # scipy wants 32-bit capacities. Fine steps for the small ones, so that ties are rare.
+    unit = max(1, sum(weights.values()) // (_INFINITE // 2))
+    arcs: dict[tuple[int, int], int] = {
+        (place[v], n + place[v]): 1 + weights[v] // unit for v in names
+    }
+    arcs |= {(n + place[a], place[b]): _INFINITE for a, b in edges}
+    arcs |= {(source, place[v]): _INFINITE for v in sources}
+    arcs |= {(n + place[v], sink): _INFINITE for v in sinks}
+    rows, columns = np.array(list(arcs)).T
+    shape = (2 * n + 2,) * 2
+    capacity = coo_array((np.array(list(arcs.values()), np.int32), (rows, columns)), shape).tocsr()
+    flow = maximum_flow(capacity, source, sink).flow
+    residual = capacity - flow
+    residual.data = np.maximum(residual.data, 0)
+    residual.eliminate_zeros()
+    reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
+    return {v for v in names if place[v] in reached and n + place[v] not in reached}
