@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.print_config:
         print(to_yaml(config), end="")
         return 0
+    from mxjax.ckpt.errors import CheckpointFormatError
     from mxjax.ckpt.store import CheckpointError
     from mxjax.data import DataError
     from mxjax.training.diagnose import NonFiniteError
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_plan(config, arguments.json)
         else:
             run(config)
-    except (ConfigError, DataError) as error:
+    except (CheckpointFormatError, ConfigError, DataError) as error:
         return report(error, 2)
     except (CheckpointError, NonFiniteError, RunDirError) as error:
         return report(error, 1)

@@ -16,14 +16,16 @@ from mxjax.config.schema import (
     ModelConfig,
     MoEConfig,
     ParallelConfig,
+    PipelineConfig,
     RematConfig,
     RopeScalingConfig,
     TrainingConfig,
 )
 from mxjax.data.mtp import with_mtp
+from mxjax.models.transformer import Transformer
 from mxjax.sharding.context_parallel import sequence_order
 from mxjax.sharding.mesh import AXES, build_mesh
-from mxjax.training.gradients import Objective
+from mxjax.training.pipelined import build_objective
 
 LLAMA = ModelConfig(
     num_layers=2,
@@ -115,7 +117,9 @@ def pytest_configure(config):
 def small_config():
     """(shape, sections' changes as dicts) -> fp32 `Config` of a small model on one device."""
 
-    def make(shape, *, model=None, moe=None, parallel=None, training=None, remat="none"):
+    def make(
+        shape, *, model=None, moe=None, parallel=None, training=None, pipeline=None, remat="none"
+    ):
         dense, experts = SHAPES[shape]
         sizes = dict.fromkeys(AXES, 1) | {"zero_stage": 0} | (parallel or {})
         run = {"seq_length": 32, "global_batch_size": 8, "compute_dtype": "float32"}
@@ -125,6 +129,7 @@ def small_config():
             moe=dataclasses.replace(experts, **(moe or {})),
             parallel=ParallelConfig(**sizes),
             training=TrainingConfig(**run),
+            pipeline=PipelineConfig(**(pipeline or {})),
             remat=RematConfig(policy=remat),
         )
 
@@ -217,8 +222,10 @@ def loss_and_gradients(mesh_of, packed_batch, random_weights):
 
     @functools.cache
     def run(config):
-        objective = Objective(config, mesh_of(config))
-        params, bias = random_weights(objective.model)
+        objective = build_objective(config, mesh_of(config))
+        model = objective.model
+        params, bias = random_weights(Transformer(config.model, config.moe))
+        params = {name: in_places(model.parts[name], tree) for name, tree in params.items()}
         params = jax.tree.map(
             lambda value, spec: jax.device_put(value, NamedSharding(objective.mesh, spec)),
             params,
@@ -227,9 +234,28 @@ def loss_and_gradients(mesh_of, packed_batch, random_weights):
         function = jax.jit(objective.loss_and_gradients())
         order = sequence_order(config.training.seq_length, config.parallel.cp)
         batch = {name: array[..., order] for name, array in packed_batch(config).items()}
-        return jax.device_get(function(params, bias, batch, jax.random.key(1)))
+        grads, stats = jax.device_get(function(params, bias, batch, jax.random.key(1)))
+        return {name: in_order(model.parts[name], tree) for name, tree in grads.items()}, stats
 
     return run
+
+
+def in_places(part, stack):
+    """Layers in the order of the model, put where a pipeline's ranks have them."""
+    if part.places is None:
+        return stack
+    return jax.tree.map(
+        lambda a: np.stack([a[place] if place >= 0 else 0 * a[0] for place in part.places]), stack
+    )
+
+
+def in_order(part, stack):
+    """The inverse; what is not a layer must be zero."""
+    if part.places is None:
+        return stack
+    assert all(not np.any(leaf[part.places < 0]) for leaf in jax.tree.leaves(stack))
+    order = np.argsort(part.places)[np.sum(part.places < 0) :]
+    return jax.tree.map(lambda a: a[order], stack)
 
 
 @pytest.fixture(scope="session")
@@ -244,6 +270,7 @@ def assert_parity(small_config, loss_and_gradients):
             training=dataclasses.replace(config.training, scan_layers=True),
             moe=dataclasses.replace(config.moe, dispatcher="alltoall"),
             remat=RematConfig(),
+            pipeline=PipelineConfig(),
         )
         grads, stats = loss_and_gradients(config)
         expected_grads, expected = loss_and_gradients(alone)

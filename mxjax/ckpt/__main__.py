@@ -1,4 +1,5 @@
-"""Look at checkpoints: mxjax's own, Megatron's, torch's, and safetensors; import Megatron's.
+"""Look at checkpoints: mxjax's own, Megatron's, torch's, and safetensors; import and export
+Megatron's and Hugging Face's.
 
 Exit codes: 0 done, 1 something is missing (inspect) or differs (verify), 2 it cannot be read or
 imported.
@@ -88,15 +89,20 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON, with all leaves")
     verify.set_defaults(run=_verify)
 
-    convert = commands.add_parser("import", help="make a run out of a Megatron checkpoint")
+    convert = commands.add_parser("import", help="make a run out of another's checkpoint")
     convert.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR")
     convert.add_argument("--to", dest="target", type=Path, required=True, metavar="RUN")
     convert.add_argument(
         "--config", type=Path, metavar="FILE", help="write the configuration here too"
     )
     convert.add_argument("--json", action="store_true", help="print the report as JSON")
+    convert.add_argument(
+        "--no-optimizer", dest="optimizer", action="store_false", help="weights only"
+    )
     _add_overrides(convert)
     convert.set_defaults(run=_import)
+
+    _add_export(commands)
 
     logits = commands.add_parser("logits", help="what a run's model says about given tokens")
     logits.add_argument("path", type=Path, metavar="RUN")
@@ -105,6 +111,65 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(logits)
     logits.set_defaults(run=_logits)
     return parser
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser("export", help="write a run as another's checkpoint")
+    export.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN")
+    export.add_argument("--to", dest="target", type=Path, required=True, metavar="DIR")
+    export.add_argument(
+        "--format",
+        choices=("torch_dist", "torch", "huggingface"),
+        default="torch_dist",
+        help="Megatron's: torch_dist fits any grid, torch is for the one given here; huggingface:"
+        " weights alone, as transformers reads them",
+    )
+    export.add_argument("--step", type=int, metavar="N", help="the newest by default")
+    for axis, meaning in (
+        ("tp", "tensor parallel ranks"),
+        ("pp", "pipeline stages"),
+        ("vpp", "virtual chunks of each stage"),
+        ("ep", "expert parallel ranks"),
+        ("etp", "tensor parallel ranks of experts, TP by default"),
+    ):
+        default = None if axis == "etp" else 1
+        export.add_argument(f"--{axis}", type=int, default=default, metavar="N", help=meaning)
+    export.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose names of parameters format torch gets",
+    )
+    export.add_argument(
+        "--mtp-module",
+        choices=("mtp_model_layer", "transformer_layer"),
+        default="mtp_model_layer",
+        help="format torch: the layer within multi-token prediction; transformer_layer up to 0.16",
+    )
+    export.add_argument(
+        "--params-dtype",
+        "--dtype",
+        type=lambda name: {"fp32": "float32", "bf16": "bfloat16"}.get(name, name),
+        choices=("float32", "bfloat16"),
+        metavar="{fp32,bf16}",
+        help="of the weights; training.compute_dtype by default",
+    )
+    export.add_argument(
+        "--max-shard-size", metavar="SIZE", help="huggingface: largest file, such as 500MB (5GB)"
+    )
+    export.add_argument(
+        "--make-vocab-size-divisible-by",
+        dest="divisible_by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary of each tensor rank to a multiple of this (128)",
+    )
+    export.add_argument(
+        "--no-optimizer", dest="optimizer", action="store_false", help="weights only"
+    )
+    export.add_argument("--json", action="store_true", help="print the report as JSON")
+    export.set_defaults(run=_export)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -195,9 +260,11 @@ def _difference(leaf: LeafComparison) -> str:
 
 def _import(arguments: argparse.Namespace) -> int:
     # Here, because JAX is slow to import and the other commands do without.
-    from mxjax.ckpt.importing import import_megatron
+    from mxjax.ckpt.importing import import_checkpoint
 
-    report = import_megatron(arguments.source, arguments.target, arguments.overrides)
+    report = import_checkpoint(
+        arguments.source, arguments.target, arguments.overrides, optimizer=arguments.optimizer
+    )
     if arguments.config:
         written = (arguments.target / "config.yaml").read_text("utf-8")
         arguments.config.write_text(written, "utf-8")
@@ -210,13 +277,86 @@ def _import(arguments: argparse.Namespace) -> int:
     )
     print(f"optimizer: {report.optimizer}")
     for heading, values in (
-        ("taken instead of arguments that are absent or unknown", report.assumed),
-        ("arguments without a counterpart", report.not_mapped),
+        ("taken instead of settings that are absent or unknown", report.assumed),
+        ("settings without a counterpart", report.not_mapped),
     ):
         if values:
             print(f"{heading}:")
             for name, value in values.items():
                 print(f"  {name}: {value}")
+    return 0
+
+
+_OF_MEGATRON = {
+    "tp": 1,
+    "pp": 1,
+    "vpp": 1,
+    "ep": 1,
+    "etp": None,
+    "transformer_impl": "transformer_engine",
+    "mtp_module": "mtp_model_layer",
+    "divisible_by": 128,
+    "optimizer": True,
+}
+"""Arguments of `export` that say nothing of Hugging Face's format, with their defaults."""
+
+
+def _export_huggingface(arguments: argparse.Namespace) -> int:
+    from mxjax.ckpt.huggingface.exporting import export_huggingface
+
+    given = [name for name, default in _OF_MEGATRON.items() if getattr(arguments, name) != default]
+    if given:
+        raise CheckpointFormatError(
+            f"Format huggingface has weights only, and no grid: leave out {', '.join(given)}."
+        )
+    report = export_huggingface(
+        arguments.source,
+        arguments.target,
+        arguments.params_dtype,
+        arguments.max_shard_size or "5GB",
+        arguments.step,
+    )
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report)))
+        return 0
+    print(
+        f"{report.tensors} tensors in {report.dtype} -> {report.target}, {report.model_type},"
+        f" {report.shards} files, step {report.step}"
+    )
+    if report.tokenizer:
+        print(f"tokenizer: {', '.join(report.tokenizer)}")
+    for difference in report.differences:
+        print(f"not quite the same: {difference}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    if arguments.format == "huggingface":
+        return _export_huggingface(arguments)
+    if arguments.max_shard_size:
+        raise CheckpointFormatError("--max-shard-size is for --format huggingface: leave it out.")
+    from mxjax.ckpt.exporting import MegatronTarget, export_megatron
+    from mxjax.ckpt.megatron.grid import Grid
+
+    grid = Grid(arguments.tp, arguments.pp, arguments.vpp, arguments.ep, arguments.etp)
+    target = MegatronTarget(
+        arguments.format,
+        grid,
+        arguments.transformer_impl,
+        arguments.mtp_module,
+        arguments.params_dtype,
+        arguments.optimizer,
+        arguments.divisible_by,
+    )
+    report = export_megatron(arguments.source, arguments.target, target, arguments.step)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report)))
+        return 0
+    print(
+        f"{report.tensors} tensors, {report.parameters:,} parameters in {report.params_dtype}"
+        f" -> {report.target}, {report.format}, iteration {report.step}"
+    )
+    print(f"optimizer: {report.optimizer}")
     return 0
 
 

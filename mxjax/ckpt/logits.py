@@ -21,6 +21,7 @@ from mxjax.ckpt.tree import describe, named_leaves
 from mxjax.config import Config, load_settings, resolve_axes
 from mxjax.sharding.mesh import build_mesh, use_cpu_devices
 from mxjax.training.gradients import Objective
+from mxjax.training.pipelined import build_objective
 from mxjax.training.predict import predictor
 
 
@@ -57,7 +58,7 @@ def run_logits(
             f"tokens go from {tokens.min()} to {tokens.max()}; the model's from 0 to"
             f" {vocabulary - 1}."
         )
-    objective = Objective(config, build_mesh(config.parallel))
+    objective = build_objective(config, build_mesh(config.parallel))
     params, expert_bias = _weights(location, objective)
     predict = _program(objective, tokens.shape[1])
     rows = config.training.global_batch_size

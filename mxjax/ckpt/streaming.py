@@ -1,7 +1,8 @@
 """Writing a checkpoint of our own whose arrays are never whole in memory.
 
-An array is made and written block by block, in the same format as `store.CheckpointStore` writes,
-with one stored chunk for each block. Orbax itself wants all arrays at once.
+An array is made block by block and written in pieces of a block, in the same format as
+`store.CheckpointStore` writes, with one stored chunk for each piece. Orbax itself wants all arrays
+at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ Index = tuple[int, ...]
 _COMMIT_BYTES = 1 << 26
 """What is written at once; so much is held beside the block that is being made."""
 
+_PIECE_BYTES = 1 << 26
+"""Largest piece, unless a single row of a block is larger."""
+
 
 @dataclass(frozen=True, eq=False)
 class StreamedArray:
@@ -34,7 +38,8 @@ class StreamedArray:
 
     Attributes:
       lead: the first so many dims are walked through; a block is what lies below one index of them.
-      read: index of these dims -> the block, of shape ``shape[lead:]``.
+      read: index of these dims -> the block, of shape ``shape[lead:]``. It may be a view of a
+        mapped file, of another dtype: what is written is converted piece by piece.
     """
 
     shape: tuple[int, ...]
@@ -52,20 +57,36 @@ class StreamedArray:
         """Bytes of all elements."""
         return self.size * self.dtype.itemsize
 
-    def blocks(self) -> Iterator[tuple[Index, np.ndarray]]:
-        """Each block with its index, in order.
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a stored chunk: some rows of one block."""
+        block = self.shape[self.lead :]
+        if not block:
+            return (1,) * self.lead
+        row = int(np.prod(block[1:], dtype=np.int64)) * self.dtype.itemsize
+        rows = min(block[0], max(1, _PIECE_BYTES // max(row, 1)))
+        return (*(1 for _ in range(self.lead)), rows, *block[1:])
+
+    def pieces(self) -> Iterator[tuple[tuple[int | slice, ...], np.ndarray]]:
+        """Each piece with its place in the array, in order.
 
         Raises:
           ValueError: `read` gives another shape.
         """
         for index in itertools.product(*map(range, self.shape[: self.lead])):
-            block = np.asarray(self.read(index), self.dtype, order="C")
+            block = np.asarray(self.read(index))
             if block.shape != self.shape[self.lead :]:
                 raise ValueError(
                     f"A block of shape {block.shape} was made for an array of shape {self.shape},"
                     f" of which {self.lead} dims are walked through."
                 )
-            yield index, block
+            if not block.shape:
+                yield index, np.asarray(block, self.dtype)
+                continue
+            rows = self.piece[self.lead]
+            for first in range(0, block.shape[0], rows):
+                part = slice(first, min(first + rows, block.shape[0]))
+                yield (*index, part), np.asarray(block[part], self.dtype, order="C")
 
 
 class _StreamHandler(ocp.type_handlers.NumpyHandler):
@@ -90,10 +111,10 @@ class _StreamHandler(ocp.type_handlers.NumpyHandler):
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             array = await _open(value, info, transaction)
-            for index, block in value.blocks():
-                await array[index].write(block)
-                self._written(block.nbytes)
-                gathered += block.nbytes
+            for place, piece in value.pieces():
+                await array[place].write(piece)
+                self._written(piece.nbytes)
+                gathered += piece.nbytes
                 if gathered >= _COMMIT_BYTES:
                     await transaction.commit_async()
                     transaction, gathered = ts.Transaction(), 0
@@ -102,12 +123,11 @@ class _StreamHandler(ocp.type_handlers.NumpyHandler):
 
 
 async def _open(value: StreamedArray, info: Any, transaction: ts.Transaction) -> ts.TensorStore:
-    """The stored array, with a chunk for each block."""
-    chunk = (*(1 for _ in range(value.lead)), *value.shape[value.lead :])
+    """The stored array, with a chunk for each piece."""
     spec = tensorstore_utils.build_array_write_spec(
         info=info,
         global_shape=value.shape,
-        local_shape=chunk,
+        local_shape=value.piece,
         dtype=value.dtype,
         use_ocdbt=info.is_ocdbt_checkpoint,
         process_index=0,
@@ -133,7 +153,7 @@ def write_streamed(
     Args:
       arrays: by the names of `tree.named_leaves`.
       metadata: what JSON can hold.
-      written: called with the size of each block when it is on disk.
+      written: called with the size of each piece when it is on disk.
     """
     json.dumps(metadata, allow_nan=False)
     registry = ocp.type_handlers.create_type_handler_registry(

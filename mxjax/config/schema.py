@@ -256,10 +256,38 @@ class ParallelConfig:
 
 @component
 class PipelineConfig:
-    """Pipeline schedule. `parallel.pp` > 1 is not available yet."""
+    """Order of work over `parallel.pp` ranks, and which layers each has. Idle with one rank."""
 
-    schedule: Literal["none"] = "none"
-    """`none`: no pipeline."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"] = "1f1b"
+    """See docs/pipeline.md. `interleaved`, `zbv` and `dualpipev` have several chunks of layers on
+    each rank; `zbh1`, `zbv` and `dualpipev` delay gradients of weights to fill gaps."""
+    vpp: Positive | None = None
+    """Chunks of layers on each rank (virtual pipeline); null: 2 for schedules with several, else
+    1."""
+    cells: Literal["auto", "full", "split", "joint"] = "auto"
+    """gpipe, 1f1b, interleaved: `full` computes both gradients at once, `split` sends that of the
+    input on before it computes those of weights, `joint` runs a forward and a backward pass at the
+    same time (more memory); `auto`: the fastest by simulation, without `joint`."""
+    transfers: Literal["auto", "immediate", "deferred"] = "auto"
+    """When a tensor crosses to the next rank: as soon as it is there, or just before it is needed;
+    `auto`: the faster by simulation."""
+    costs: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (1.0, 1.2, 0.8)
+    """Time of a rank's layers for one microbatch: forward, gradient of the input, gradients of
+    weights, in any unit. For the choices `auto` and for the bubble that `--plan` shows."""
+    layout: str | None = None
+    """Megatron's layout string: stages separated by |, of E embedding, t layer, m multi-token
+    prediction, L loss, as in `Ett|(ttt|)*6,tt,m,L`; null: even."""
+    num_layers_in_first_pipeline_stage: NonNegative | None = None
+    """Layers of the first rank, on all its chunks together; null: as many as on the others."""
+    num_layers_in_last_pipeline_stage: NonNegative | None = None
+    """The same for the last rank."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count head and loss as a layer of the last stage."""
+    empty_layers: Literal["auto"] | tuple[NonNegative, ...] = ()
+    """Places left empty when layers do not divide by stages, counted in the row of layers and
+    empty places; `auto` takes as many as needed, where embedding and loss are work already."""
 
 
 @component
@@ -405,6 +433,18 @@ class CheckpointConfig:
 
 
 @component
+class InitFromConfig:
+    """What a run starts from while its `run_dir` has no checkpoint; null: random weights."""
+
+    path: str | None = None
+    """A Megatron checkpoint (`torch` or `torch_dist`: its folder or one iteration in it), a Hugging
+    Face folder, or a run of mxjax (or one of its steps), of a model like `model` and `moe`."""
+    training_state: bool = False
+    """Take the optimizer state, the step and the position in the data as well, so that training
+    goes on; false: weights alone, from step 0."""
+
+
+@component
 class LogConfig:
     """What a run prints, writes and records."""
 
@@ -438,4 +478,5 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    init_from: InitFromConfig = field(default_factory=InitFromConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -6,11 +6,13 @@ a layer is traced. A `Part` translates between the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mxjax.sharding.rules import ParamInfo
@@ -39,13 +41,27 @@ def param(
 class Part:
     """One module class of the model, or `num_layers` of them stacked along a first dim.
 
+    Args:
+      stack: logical name of the first dim.
+      places: for each place of the stack the number of its layer, or -1 for none (zeros); None:
+        the layers in their order.
+
     Attributes:
       infos: nested dict of `ParamInfo`, the same structure as the parameters.
     """
 
-    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], num_layers: int | None = None):
+    def __init__(
+        self,
+        build: Callable[[nnx.Rngs], nnx.Module],
+        num_layers: int | None = None,
+        *,
+        stack: str = "layers",
+        places: np.ndarray | None = None,
+    ):
         self._build = build
+        self._stack = stack
         self.num_layers = num_layers
+        self.places = places
         # Logical names are not mesh axes: Flax must not try to place arrays by them.
         with nnx.use_eager_sharding(False):
             module = jax.eval_shape(lambda: build(nnx.Rngs(0)))
@@ -57,7 +73,8 @@ class Part:
             module, is_leaf=lambda node: isinstance(node, nnx.Variable)
         )
         self._paths = [tuple(_key_name(key) for key in path) for path, _ in variables]
-        stack = () if self.num_layers is None else (self.num_layers,)
+        places = self.num_layers if self.places is None else len(self.places)
+        stack = () if places is None else (places,)
         infos: dict = {}
         for path, variable in zip(self._paths, (v for _, v in variables), strict=True):
             value = variable.get_value()
@@ -65,11 +82,17 @@ class Part:
             info = ParamInfo(
                 shape=(*stack, *value.shape),
                 dtype=value.dtype,
-                axes=(*(("layers",) if stack else ()), *metadata["out_sharding"]),
+                axes=(*((self._stack,) if stack else ()), *metadata["out_sharding"]),
                 keep_precision=metadata["keep_precision"],
             )
             _set(infos, path, info)
         return infos
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the part, without empty places."""
+        sizes = sum(math.prod(info.shape) for info in jax.tree.leaves(self.infos))
+        return sizes if self.places is None else sizes // len(self.places) * self.num_layers
 
     @property
     def layer_infos(self) -> dict:
@@ -82,7 +105,16 @@ class Part:
         """Initial parameters; trace it inside `jit` with output shardings to create them placed."""
         if self.num_layers is None:
             return self._init_one(key)
-        return jax.vmap(self._init_one)(jax.random.split(key, self.num_layers))
+        keys = jax.random.split(key, self.num_layers)
+        if self.places is None:
+            return jax.vmap(self._init_one)(keys)
+        params = jax.vmap(self._init_one)(keys[np.maximum(self.places, 0)])
+
+        def only_layers(stacked: jax.Array) -> jax.Array:
+            taken = (self.places >= 0).reshape(-1, *[1] * (stacked.ndim - 1))
+            return jnp.where(taken, stacked, 0)
+
+        return jax.tree.map(only_layers, params)
 
     def _init_one(self, key: jax.Array) -> Params:
         with nnx.use_eager_sharding(False):
@@ -105,6 +137,12 @@ def stack_layers(layers: list) -> Any:
 def layer_of(stack: Any, index: int) -> Any:
     """One layer of what `stack_layers` gives."""
     return jax.tree.map(lambda leaf: leaf[index], stack)
+
+
+def unstack_layers(layers: Any) -> list:
+    """The inverse of `stack_layers`."""
+    number = jax.tree.leaves(layers)[0].shape[0]
+    return [layer_of(layers, i) for i in range(number)]
 
 
 def _key_name(key) -> str:

@@ -6,12 +6,13 @@ of a layer. Shapes: B batch, S sequence, s sequence of the residual stream, H hi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -107,7 +108,10 @@ class Transformer:
         context_parallel: ContextParallel = RING,
         document_mask: bool = True,
         capacity_factor: float = float("inf"),
+        places: Mapping[str, np.ndarray] | None = None,
     ):
+        """`places`: see `Part`, for each layer group."""
+        places = places or {}
         self.model = model
         self.moe = moe
         self.document_mask = document_mask
@@ -128,14 +132,20 @@ class Transformer:
 
         if num_dense:
             self.parts["dense_layers"] = Part(
-                lambda rngs: TransformerLayer(model, dense, rngs), num_dense
+                lambda rngs: TransformerLayer(model, dense, rngs),
+                num_dense,
+                places=places.get("dense_layers"),
             )
         if self.num_moe_layers:
-            self.parts["moe_layers"] = Part(last_layer, self.num_moe_layers)
+            self.parts["moe_layers"] = Part(
+                last_layer, self.num_moe_layers, places=places.get("moe_layers")
+            )
         self.parts["head"] = Part(lambda rngs: Head(model, rngs))
         if model.mtp_num_layers:
             self.parts["mtp_layers"] = Part(
-                lambda rngs: MTPModule(model, last_layer, rngs), model.mtp_num_layers
+                lambda rngs: MTPModule(model, last_layer, rngs),
+                model.mtp_num_layers,
+                stack="modules",
             )
 
     @property
@@ -196,7 +206,7 @@ class Transformer:
         wrap: LayerWrapper,
     ) -> tuple[jax.Array, dict[str, LayerAux]]:
         """Residual stream after the last layer, and each group's `aux` stacked over its layers."""
-        x = self._embed(params, tokens_BS, ctx, NO_LAYER)
+        x = self.embed(params, tokens_BS, ctx)
         aux: dict[str, LayerAux] = {}
         first = 0
         for name in self.layer_groups:
@@ -212,7 +222,9 @@ class Transformer:
             first += part.num_layers
         return x, aux
 
-    def _embed(self, params: Params, tokens_BS: jax.Array, ctx: LayerContext, use: int):
+    def embed(
+        self, params: Params, tokens_BS: jax.Array, ctx: LayerContext, use: int = NO_LAYER
+    ) -> jax.Array:
         """Residual stream of these tokens. `use` tells apart the dropout of several calls."""
         embedding = self.parts["embedding"].bind(params["embedding"])
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, use)
@@ -246,7 +258,7 @@ class Transformer:
         for k, tokens_BS in enumerate(tokens):
             weights = layers[k] if isinstance(layers, list) else layer_of(layers, k)
             bias_E = expert_bias_LE[self.num_moe_layers + k] if self.num_moe_layers else None
-            embedded = self._embed(params, tokens_BS, ctx, NO_LAYER + 1 + k)
+            embedded = self.embed(params, tokens_BS, ctx, NO_LAYER + 1 + k)
             x_BsH, aux = run(weights, x_BsH, embedded, ctx, self.model.num_layers + k, bias_E)
             outputs.append(x_BsH)
             auxes.append(aux)

@@ -1,16 +1,19 @@
 """Running a tick table: one program for all ranks of the `pp` axis, a scan over ticks.
 
-In a tick, each kind of cell sits in a `cond` of its own, which one of the ranks that have such a
-cell now enter: between them they hold the ring buffers, which XLA then updates in place. After the
-cells comes an exchange: a `switch` that all ranks take the same way, whose branches have exactly the
-pairs of ranks that have something to send. So a rank waits only for whom it needs.
+In a tick, each kind of cell sits in a loop of its own, which the ranks that have such a cell now
+run through once and the others not at all. What the cell changes is the loop's carry, which XLA
+updates in place: of a `cond` it copied 1.6 GiB of gradients where the flag was false. After the
+cells comes an exchange: a `switch` that all ranks take the same way, whose branches have exactly
+the pairs of ranks that have something to send. So a rank waits only for whom it needs.
 
-Collectives over other axes may sit in layers, since all ranks of a stage take the same `cond`.
+Collectives over other axes may sit in layers, since all ranks of a stage run the same cells.
 A `ppermute` may not: XLA can pair it with that of another branch (use `all_to_all`).
 
-Names in the carried state: `x` and `g` rings [slots, ...]; `residuals`, `kept` and `cut` rings by
-kind of layer (of a scanned layer loop [slots, layers, ...], else one [slots, ...] per layer);
-`grads` by kind; `outer`, gradients of what is not in a layer; `stats`.
+Names in the carried state: `x` and `g` rings [slots, ...]; `outer`, gradients of what is not in a
+layer; `stats`. With a scanned layer loop: `residuals/KIND`, `kept/KIND`, `cut/KIND`, lists of rings
+[slots, layers, ...]; `grads/KIND/CHUNK`. With an unrolled one each layer has its own: rings
+`residuals/KIND/LAYER` [slots, ...] by the layer's number on its stage, `grads/KIND/PLACE`. A cell
+gets only those that it changes: XLA copies what a `cond` merely passes on.
 """
 
 from __future__ import annotations
@@ -39,8 +42,6 @@ tree stacked along a first dim. Every chunk takes as many places as the largest 
 class StagedModel(Protocol):
     """A model as the pipeline sees it. `outer` is the tree of all weights that are not in layers,
     `ctx` whatever the layers of one microbatch share."""
-
-    kinds: tuple[str, ...]
 
     def stream(self) -> jax.ShapeDtypeStruct:
         """Shape of the residual stream of a microbatch on one rank."""
@@ -84,7 +85,7 @@ class Pipeline:
     def __init__(self, model: StagedModel, table: TickTable, weights: Weights, outer: Any):
         self.model, self.table, self.weights, self.outer = model, table, weights, outer
         self._stream = model.stream()
-        self._bases = _bases(table)
+        self._bases = table.stacks.bases
         self._splits: dict[str, LayerSplit] = {}
 
     def train(self) -> tuple[Weights, Any, Any]:
@@ -93,12 +94,12 @@ class Pipeline:
         for kind in self._present:
             ctx = self.model.context(jnp.int32(0))
             side = self.model.side(kind, ctx, jnp.int32(0))
-            example = jax.tree.map(lambda w: jax.typeof(w), self._layer_weights(kind, 0))
+            example = self._layer_weights(kind, self._chunk_with(kind), 0)
             x = jnp.zeros(self._stream.shape, self._stream.dtype)
             layer = partial(self.model.layer, kind)
             self._splits[kind] = split_layer(layer, example, x, side)
         state = self._scan(self._training_state())
-        return state["grads"], state["outer"], state["stats"]
+        return self._gradients(state), state["outer"], state["stats"]
 
     def evaluate(self) -> Any:
         """Statistics of a forward pass over all microbatches."""
@@ -108,7 +109,7 @@ class Pipeline:
     @property
     def _present(self) -> list[str]:
         """Kinds of which there are layers."""
-        return [kind for kind in self.table.kinds if self._bases[kind][-1]]
+        return [kind for kind in self.table.stacks.kinds if self._bases[kind][-1]]
 
     def _scan(self, state: State) -> State:
         rank = lax.axis_index(AXIS)
@@ -118,31 +119,47 @@ class Pipeline:
 
     def _tick(self, state: State, inputs) -> tuple[State, None]:
         row, pattern = inputs
-        state = _where(row["embed"] == 1, self._embed, state, row, ["x"])
         for number, flavour in enumerate(self.table.flavours):
             cell = partial(self._cell, flavour)
             state = _where(row["cell"] == number, cell, state, row, self._written(flavour))
-        if self.table.forward_only:
-            state = _where(row["head"] == 1, self._head, state, row, ["stats"])
-        else:
-            keys = ["g", "outer", "stats"]
-            state = _where(row["head"] == 1, self._head_and_gradients, state, row, keys)
-            gradient = self._embed_gradient
-            state = _where(row["embed_gradient"] == 1, gradient, state, row, ["outer"])
         return self._exchange(state, row, pattern), None
 
     def _written(self, flavour: Flavour) -> list[str]:
         """Which entries of the state a cell changes."""
         keys: set[str] = set()
         for part in flavour:
+            works = part.layers_of(self.table.stacks)
             if part.kind is Kind.F:
                 keys |= {"x", "stats"}
-                keys |= set() if self.table.forward_only else {"residuals", "kept"}
-            elif part.kind is Kind.B:
-                keys |= {"g", "cut"}
+                if not self.table.forward_only:
+                    names = ("residuals", "kept")
+                    keys |= {self._ring_key(name, *work) for name in names for work in works}
+                    keys |= {"g", "outer"} if self._may_have_head(part) else set()
+                continue
+            if part.kind is not Kind.W:
+                keys |= {"g"} | ({"outer"} if self._may_have_embedding(part) else set())
+            if part.kind is Kind.B:
+                keys |= {self._ring_key("cut", *work) for work in works}
             else:
-                keys |= {"grads"} | ({"g"} if part.kind is Kind.BW else set())
+                keys |= {self._grads_key(kind, part.chunk, j) for kind, j in works}
         return sorted(keys)
+
+    def _ring_key(self, name: str, kind: str, j: int | jax.Array) -> str:
+        return f"{name}/{kind}/{j}" if self._unrolled else f"{name}/{kind}"
+
+    def _grads_key(self, kind: str, chunk: int, j: int | jax.Array) -> str:
+        return f"grads/{kind}/{self._bases[kind][chunk] + j if self._unrolled else chunk}"
+
+    def _may_have_embedding(self, part: Part) -> bool:
+        return self._may_be(part, 0)
+
+    def _may_have_head(self, part: Part) -> bool:
+        return self._may_be(part, self.table.schedule.num_stages - 1)
+
+    def _may_be(self, part: Part, stage: int) -> bool:
+        """Whether cells with this part include those of `stage`."""
+        layers = self.table.stacks.stage_layers[stage]
+        return (part.chunk, part.layers) == (self.table.schedule.chunk_of(stage), layers)
 
     # Cells
 
@@ -151,6 +168,8 @@ class Pipeline:
         one after the other could not overlap."""
         works = [_Work(self, part, row) for part in flavour]
         for work in works:
+            if work.part.kind is Kind.F and self._may_have_embedding(work.part):
+                state.update(_where(row["embed"] == 1, self._embed, state, row, ["x"]))
             work.begin(state)
         if self._unrolled:
             for i in range(max(len(work.layers) for work in works)):
@@ -162,6 +181,20 @@ class Pipeline:
                 _loop(state, steps)
         for work in works:
             work.end(state)
+        for part in flavour:
+            state = self._around(part, state, row)
+        return state
+
+    def _around(self, part: Part, state: State, row: Row) -> State:
+        """What follows the layers: the head, the gradient of the embedding."""
+        if part.kind is Kind.F and self._may_have_head(part):
+            if self.table.forward_only:
+                return _where(row["head"] == 1, self._head, state, row, ["stats"])
+            keys = ["g", "outer", "stats"]
+            return _where(row["head"] == 1, self._head_and_gradients, state, row, keys)
+        if part.kind in (Kind.B, Kind.BW) and self._may_have_embedding(part):
+            gradient = self._embed_gradient
+            return _where(row["embed_gradient"] == 1, gradient, state, row, ["outer"])
         return state
 
     def _embed(self, state: State, row: Row) -> State:
@@ -210,8 +243,11 @@ class Pipeline:
     def _unrolled(self) -> bool:
         return all(isinstance(layers, list) for layers in self.weights.values())
 
-    def _layer_weights(self, kind: str, place: int | jax.Array) -> Any:
-        return _element(self.weights[kind], place)
+    def _layer_weights(self, kind: str, chunk: int, j: int | jax.Array) -> Any:
+        base, end = self._bases[kind][chunk : chunk + 2]
+        if self._unrolled:
+            return self.weights[kind][base + j]
+        return jax.tree.map(lambda a: _get(a[base:end], j), self.weights[kind])
 
     def _ring(self, ring: str, like: Any) -> Any:
         """An empty ring, with its spare slot."""
@@ -219,40 +255,68 @@ class Pipeline:
         return jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), like)
 
     def _training_state(self) -> State:
-        model = self.model
         state: State = {ring: self._ring(ring, self._stream) for ring in ("x", "g")}
-        state |= {"residuals": {}, "kept": {}, "cut": {}, "grads": {}}
-        for kind in self._present:
-            split = self._splits[kind]
-            values = {
-                "residuals": _select(split.residuals, split.for_weights, False),
-                "kept": _select(split.residuals, split.for_weights, True),
-                "cut": list(split.cut),
-            }
-            for name, like in values.items():
-                state[name][kind] = self._layer_rings(f"{name}.{kind}", kind, like)
-            state["grads"][kind] = self._zero_gradients(kind)
         state["outer"] = jax.tree.map(_zeros_fp32, self.outer)
-        state["stats"] = model.empty_statistics()
+        state["stats"] = self.model.empty_statistics()
+        for kind in self._present:
+            for name in ("residuals", "kept", "cut"):
+                state |= self._layer_rings(name, kind)
+            state |= self._zero_gradients(kind)
         return state
 
-    def _layer_rings(self, ring: str, kind: str, like: list) -> Any:
-        """Rings for the layers of one stage."""
-        slots = self.table.slots.get(ring, 0)  # schedules without W cells need no cut
-        layers = self._bases[kind][-1] and max(
-            counts[self.table.kinds.index(kind)] for counts in self.table.stage_layers
+    def _layer_values(self, name: str, kind: str) -> list[jax.ShapeDtypeStruct]:
+        """What one layer puts into the rings of this name."""
+        split = self._splits[kind]
+        if name == "cut":
+            return list(split.cut)
+        return _select(split.residuals, split.for_weights, name == "kept")
+
+    def _layer_rings(self, name: str, kind: str) -> State:
+        """Rings for the layers of one stage. Elements are flat: XLA would choose other layouts for
+        them in F than in B, and rearrange whole rings in between."""
+        like = self._layer_values(name, kind)
+        slots = self.table.slots.get(f"{name}.{kind}", 0)  # without W cells there is no cut
+        k = list(self.table.stacks.kinds).index(kind)
+        layers = max(counts[k] for counts in self.table.stacks.stage_layers)
+        if self._unrolled:
+            return {
+                self._ring_key(name, kind, j): [jnp.zeros((slots, a.size), a.dtype) for a in like]
+                for j in range(layers)
+            }
+        rings = [jnp.zeros((slots, layers, a.size), a.dtype) for a in like]
+        return {self._ring_key(name, kind, 0): rings}
+
+    def _zero_gradients(self, kind: str) -> State:
+        bases = self._bases[kind]
+        like = jax.eval_shape(
+            partial(self.model.reduce, kind), self._layer_weights(kind, self._chunk_with(kind), 0)
         )
         if self._unrolled:
-            return [[jnp.zeros((slots, *a.shape), a.dtype) for a in like] for _ in range(layers)]
-        return [jnp.zeros((slots, layers, *a.shape), a.dtype) for a in like]
+            zeros = partial(jax.tree.map, _zeros_fp32)
+            return {f"grads/{kind}/{place}": zeros(like) for place in range(bases[-1])}
+        return {
+            f"grads/{kind}/{chunk}": jax.tree.map(
+                lambda a, n=bases[chunk + 1] - base: jnp.zeros((n, *a.shape), _accumulated(a)), like
+            )
+            for chunk, base in enumerate(bases[:-1])
+        }
 
-    def _zero_gradients(self, kind: str) -> Any:
-        reduce = partial(self.model.reduce, kind)
-        if self._unrolled:
-            like = jax.eval_shape(reduce, self._layer_weights(kind, 0))
-            return [jax.tree.map(_zeros_fp32, like) for _ in self.weights[kind]]
-        like = jax.eval_shape(jax.vmap(reduce), self.weights[kind])
-        return jax.tree.map(_zeros_fp32, like)
+    def _chunk_with(self, kind: str) -> int:
+        """The first chunk that has such layers."""
+        bases = self._bases[kind]
+        return next(c for c in range(len(bases) - 1) if bases[c + 1] > bases[c])
+
+    def _gradients(self, state: State) -> Weights:
+        """The sums in the form of the weights."""
+        grads: Weights = {}
+        for kind in self._present:
+            bases = self._bases[kind]
+            parts = bases[-1] if self._unrolled else len(bases) - 1
+            trees = [state[f"grads/{kind}/{part}"] for part in range(parts)]
+            if not self._unrolled:
+                trees = jax.tree.map(lambda *a: jnp.concatenate(a), *trees)
+            grads[kind] = trees
+        return grads
 
 
 class _Work:
@@ -262,16 +326,12 @@ class _Work:
     def __init__(self, pipeline: Pipeline, part: Part, row: Row):
         self.pipeline, self.part, self.row = pipeline, part, row
         self.letter = part.kind.value[0]
-        kinds = pipeline.table.kinds
-        self.layers = [
-            (kind, j) for kind, n in zip(kinds, part.layers, strict=True) for j in range(n)
-        ]
+        kinds = pipeline.table.stacks.kinds
+        self.layers = part.layers_of(pipeline.table.stacks)
         if part.kind in (Kind.B, Kind.BW):
             self.layers.reverse()
         self.kinds = [kind for kind, n in zip(kinds, part.layers, strict=True) if n]
-        self.offsets = {
-            kind: sum(part.layers[:i]) for i, kind in enumerate(kinds)
-        }
+        self.offsets = {kind: sum(part.layers[:i]) for i, kind in enumerate(kinds)}
 
     def begin(self, state: State) -> None:
         """Fetches the input."""
@@ -286,14 +346,13 @@ class _Work:
         pipeline = self.pipeline
         index = self.row[f"{self.letter}.first_layer"] + self.offsets[kind] + j
         side = pipeline.model.side(kind, self.ctx, index)
-        place = pipeline._bases[kind][self.part.chunk] + j
-        weights = pipeline._layer_weights(kind, place)
+        weights = pipeline._layer_weights(kind, self.part.chunk, j)
         {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.W: self._weight_gradients,
             Kind.BW: self._both,
-        }[self.part.kind](state, kind, j, place, index, weights, side)
+        }[self.part.kind](state, kind, j, index, weights, side)
 
     def end(self, state: State) -> None:
         """Puts the output where the exchange, the head or the embedding finds it."""
@@ -302,7 +361,7 @@ class _Work:
         elif self.part.kind is not Kind.W:
             state["g"] = _put(state["g"], state.pop("B"), self.row["B.dx"])
 
-    def _forward(self, state, kind, j, place, index, weights, side) -> None:
+    def _forward(self, state, kind, j, index, weights, side) -> None:
         model = self.pipeline.model
         if self.pipeline.table.forward_only:
             state["F"], objective, stats = model.layer(kind, weights, state["F"], side)
@@ -314,22 +373,22 @@ class _Work:
                 self._write(state, name, kind, j, values)
         state["stats"] = model.add_layer(state["stats"], kind, index, objective, stats)
 
-    def _backward(self, state, kind, j, place, index, weights, side) -> None:
+    def _backward(self, state, kind, j, index, weights, side) -> None:
         split = self.pipeline._splits[kind]
         residuals = self._residuals(state, kind, j)
         state["B"], cut = split.backward(weights, side, residuals, state["B"])
         self._write(state, "cut", kind, j, cut)
 
-    def _weight_gradients(self, state, kind, j, place, index, weights, side) -> None:
+    def _weight_gradients(self, state, kind, j, index, weights, side) -> None:
         split = self.pipeline._splits[kind]
         kept, cut = (self._read(state, name, kind, j) for name in ("kept", "cut"))
-        self._add(state, kind, place, split.weight_gradients(weights, side, kept, cut))
+        self._add(state, kind, j, split.weight_gradients(weights, side, kept, cut))
 
-    def _both(self, state, kind, j, place, index, weights, side) -> None:
+    def _both(self, state, kind, j, index, weights, side) -> None:
         split = self.pipeline._splits[kind]
         residuals = self._residuals(state, kind, j)
         state["B"], grads = split.backward_both(weights, side, residuals, state["B"])
-        self._add(state, kind, place, grads)
+        self._add(state, kind, j, grads)
 
     def _residuals(self, state: State, kind: str, j) -> list[jax.Array]:
         """What F left, in its order."""
@@ -338,45 +397,31 @@ class _Work:
         return [next(kept if wanted else rest) for wanted in split.for_weights]
 
     def _read(self, state: State, name: str, kind: str, j) -> list[jax.Array]:
-        rings, slot = state[name][kind], self.row[f"{self.letter}.{name}.{kind}"]
-        if self.pipeline._unrolled:
-            return [_get(ring, slot) for ring in rings[j]]
-        return [_get(ring, slot, j) for ring in rings]
+        rings = state[self.pipeline._ring_key(name, kind, j)]
+        shapes = self.pipeline._layer_values(name, kind)
+        slot = self._slot(name, kind, j)
+        return [_get(r, *slot).reshape(a.shape) for r, a in zip(rings, shapes, strict=True)]
 
     def _write(self, state: State, name: str, kind: str, j, values: list[jax.Array]) -> None:
-        rings, slot = state[name][kind], self.row[f"{self.letter}.{name}.{kind}"]
-        if self.pipeline._unrolled:
-            written = [_put(r, v, slot) for r, v in zip(rings[j], values, strict=True)]
-            rings = [written if i == j else ring for i, ring in enumerate(rings)]
-        else:
-            rings = [_put(r, v, slot, j) for r, v in zip(rings, values, strict=True)]
-        state[name] = state[name] | {kind: rings}
+        key = self.pipeline._ring_key(name, kind, j)
+        slot = self._slot(name, kind, j)
+        state[key] = [_put(r, v, *slot) for r, v in zip(state[key], values, strict=True)]
 
-    def _add(self, state: State, kind: str, place, grads) -> None:
+    def _slot(self, name: str, kind: str, j) -> tuple:
+        slot = self.row[f"{self.letter}.{name}.{kind}"]
+        return (slot,) if self.pipeline._unrolled else (slot, j)
+
+    def _add(self, state: State, kind: str, j, grads) -> None:
+        pipeline = self.pipeline
+        key = pipeline._grads_key(kind, self.part.chunk, j)
+        total, grads = state[key], pipeline.model.reduce(kind, grads)
+        if pipeline._unrolled:
+            state[key] = _sum(total, grads)
+            return
         # Without the barrier XLA copies the accumulator's slice out to fuse the addition.
-        grads = lax.optimization_barrier(self.pipeline.model.reduce(kind, grads))
-        total = state["grads"][kind]
-        if self.pipeline._unrolled:
-            total = [_sum(t, grads) if i == place else t for i, t in enumerate(total)]
-        else:
-            layer = _element(total, place)
-            total = jax.tree.map(
-                lambda t, value: _put(t, value, place), total, _sum(layer, grads)
-            )
-        state["grads"] = state["grads"] | {kind: total}
-
-
-def _bases(table: TickTable) -> dict[str, list[int]]:
-    """For each kind of layer: where each chunk's weights begin, and how many there are."""
-    schedule = table.schedule
-    bases = {}
-    for i, kind in enumerate(table.kinds):
-        most = [0] * schedule.num_chunks
-        for stage, counts in enumerate(table.stage_layers):
-            chunk = schedule.chunk_of(stage)
-            most[chunk] = max(most[chunk], counts[i])
-        bases[kind] = [sum(most[:c]) for c in range(len(most) + 1)]
-    return bases
+        grads = lax.optimization_barrier(grads)
+        layer = _sum(jax.tree.map(lambda t: _get(t, j), total), grads)
+        state[key] = jax.tree.map(lambda t, value: _put(t, value, j), total, layer)
 
 
 def _in_step(works: list[_Work]) -> list[list[tuple[_Work, str, int]]]:
@@ -418,7 +463,7 @@ def _where(
         after = do(state | mine, row)
         return {key: after[key] for key in keys}
 
-    return state | lax.cond(flag, run, lambda mine: mine, mine)
+    return state | lax.fori_loop(0, flag.astype(jnp.int32), lambda _, mine: run(mine), mine)
 
 
 def _permute(pairs: dict[str, tuple[tuple[int, int], ...]], sent: State) -> State:
@@ -442,13 +487,6 @@ def _put(ring: jax.Array, value: jax.Array, *place: jax.Array | int) -> jax.Arra
     return lax.dynamic_update_slice(ring, value, starts, allow_negative_indices=False)
 
 
-def _element(layers: Any, place: int | jax.Array) -> Any:
-    """Weights of one layer."""
-    if isinstance(layers, list):
-        return layers[place]
-    return jax.tree.map(lambda a: _get(a, place), layers)
-
-
 def _select(values, flags, wanted: bool) -> list:
     return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
 
@@ -457,5 +495,10 @@ def _sum(total: Any, grads: Any) -> Any:
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
 
 
+def _accumulated(like: Any) -> jnp.dtype:
+    """Precision of the sum of such gradients."""
+    return jnp.promote_types(like.dtype, jnp.float32)
+
+
 def _zeros_fp32(like: Any) -> jax.Array:
-    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+    return jnp.zeros(like.shape, _accumulated(like))

@@ -29,14 +29,15 @@ from mxjax.pipeline.graph import Graph, Operation, Program, trace
 Layer = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
 """(params, x, side) -> (y like x, scalar objective, statistics without gradient)."""
 
-_CHEAP = frozenset(
-    "abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div "
-    "dynamic_slice eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log "
-    "log1p logistic lt max min mul name ne neg not or pad pow reduce_and reduce_max reduce_min "
-    "reduce_or reduce_precision reduce_sum reshape rev round rsqrt select_n sign sin slice split "
-    "sqrt square squeeze stop_gradient sub tan tanh transpose xor add_any axis_index argmax "
-    "optimization_barrier empty2 one_minus_square pbroadcast pvary".split()
-)
+_CHEAP_NAMES = """
+abs add add_any and argmax axis_index broadcast_in_dim ceil clamp concatenate convert_element_type
+copy cos div dynamic_slice empty2 eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow iota
+is_finite le log log1p logistic lt max min mul name ne neg not one_minus_square optimization_barrier
+or pad pbroadcast pow pvary reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_sum
+reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient sub tan tanh
+transpose xor
+"""
+_CHEAP = frozenset(_CHEAP_NAMES.split())
 """Primitives that are bound by memory and read about as much as they write."""
 
 _KEPT_LONGER = 8
@@ -106,14 +107,12 @@ def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSpli
         return y, objective, stats, d_x, d_params
 
     graph, tree = trace(joint, params, x, side, x)
-    num_params, num_side = len(jax.tree.leaves(params)), len(jax.tree.leaves(side))
+    num_params = len(jax.tree.leaves(params))
     in_params, in_x = graph.inputs[:num_params], graph.inputs[num_params]
     in_side, in_dy = graph.inputs[num_params + 1 : -1], graph.inputs[-1]
     stats_tree = tree.children()[2]
     n = 2 + stats_tree.num_leaves
     out_forward, d_x, d_params = graph.outputs[:n], graph.outputs[n], graph.outputs[n + 1 :]
-    assert len(in_side) == num_side and len(d_params) == num_params
-
     free = set(range(len(graph.avals))) - graph.dependents([in_x, in_dy])
     forward = graph.needed(out_forward)
     residuals = _cut(graph, free, forward, [d_x, *d_params], early={in_x}, late={in_dy})

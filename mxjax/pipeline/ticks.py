@@ -10,15 +10,14 @@ layer what F leaves for B (`residuals`), for B and W (`kept`), and what B leaves
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule
-
-LayerCounts = tuple[int, ...]
-"""Layers of each kind on a stage, in the order in which the kinds follow each other."""
+from mxjax.pipeline.simulate import Costs, op_time
+from mxjax.pipeline.stacks import LayerCounts, Stacks
 
 _READ, _WRITE, _EXCHANGE, _PHASES = 1, 2, 3, 4
 """A tick's phases: 0 the embedding is written, cells read, cells write, ranks exchange."""
@@ -31,6 +30,11 @@ class Part:
     kind: Kind
     chunk: int
     layers: LayerCounts
+
+    def layers_of(self, stacks: Stacks) -> list[tuple[str, int]]:
+        """Kind of each layer and its number among those of its kind on the stage."""
+        counts = zip(stacks.kinds, self.layers, strict=True)
+        return [(kind, j) for kind, n in counts for j in range(n)]
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,7 @@ class TickTable:
     """
 
     schedule: Schedule
-    kinds: tuple[str, ...]
-    stage_layers: tuple[LayerCounts, ...]
+    stacks: Stacks
     flavours: tuple[Flavour, ...]
     patterns: tuple[Pattern, ...]
     pattern: np.ndarray
@@ -91,27 +94,45 @@ class TickTable:
         return self.schedule.forward_only
 
 
-def compile_ticks(
-    schedule: Schedule,
-    kinds: Sequence[str],
-    stage_layers: Sequence[LayerCounts],
-    *,
-    deferred: bool = False,
-) -> TickTable:
+def compile_ticks(schedule: Schedule, stacks: Stacks, *, deferred: bool = False) -> TickTable:
     """The table of a valid schedule.
 
     Args:
-      kinds: names of the kinds of layers, in the order in which they follow each other.
-      stage_layers: for each global stage, how many layers of each kind it has.
+      stacks: the layers of each stage; stages must lie as in `schedule`.
       deferred: let tensors cross just before they are needed, not as soon as they are there. The
         sender then need not wait for a busy receiver.
     """
-    return _Compiler(schedule, tuple(kinds), tuple(stage_layers), deferred).table()
+    return _Compiler(schedule, stacks, deferred).table()
+
+
+def time_of_ticks(table: TickTable, costs: Costs) -> float:
+    """How long a step takes when ranks go through the table, waiting only for those that they
+    exchange something with."""
+    schedule = table.schedule
+    sizes = [sum(counts) for counts in table.stacks.stage_layers]
+    shares = [size * schedule.num_ranks / sum(sizes) for size in sizes]
+    clock = [0.0] * schedule.num_ranks
+    work = [
+        dict(zip(ticks, cells, strict=True))
+        for ticks, cells in zip(table.cells, schedule.cells, strict=True)
+    ]
+    for tick, transfers in enumerate(table.transfers):
+        for rank in range(schedule.num_ranks):
+            cell = work[rank].get(tick, ())
+            overlap = costs.overlap if len(cell) > 1 else 1.0
+            clock[rank] += overlap * sum(op_time(op, costs, shares) for op in cell)
+        before = list(clock)
+        for move in transfers:
+            met = max(before[move.source], before[move.target]) + costs.transfer
+            for rank in (move.source, move.target):
+                clock[rank] = max(clock[rank], met)
+    return max(clock)
 
 
 class _Compiler:
-    def __init__(self, schedule, kinds, stage_layers, deferred):
-        self.schedule, self.kinds, self.stage_layers = schedule, kinds, stage_layers
+    def __init__(self, schedule: Schedule, stacks: Stacks, deferred: bool):
+        self.schedule, self.stacks = schedule, stacks
+        self.kinds, self.stage_layers = tuple(stacks.kinds), stacks.stage_layers
         self.deferred = deferred
         self.ticks = _assign(schedule)
         self.tick_of = {
@@ -122,7 +143,7 @@ class _Compiler:
             for part in op.parts
         }
         self.num_ticks = 1 + max(max(ticks) for ticks in self.ticks if ticks)
-        self.starts = np.cumsum([0, *(sum(counts) for counts in stage_layers)])
+        self.starts = np.cumsum([0, *map(sum, self.stage_layers)])
         self.lives: dict[str, list[list[tuple[int, int, object]]]] = {}
         self.moves: list[tuple[int, str, object, object, int, int]] = []
 
@@ -140,8 +161,7 @@ class _Compiler:
         self._exchange_rows(rows, transfers, slots, channels)
         return TickTable(
             schedule=self.schedule,
-            kinds=self.kinds,
-            stage_layers=self.stage_layers,
+            stacks=self.stacks,
             flavours=flavours,
             patterns=patterns,
             pattern=pattern,
@@ -242,9 +262,7 @@ class _Compiler:
             }
             channel = next(c for c in range(len(taken) + 1) if c not in taken)
             channels[ring] = max(channels[ring], channel + 1)
-            transfer = Transfer(
-                ring, source, target, places[ring][sent], places[ring][received]
-            )
+            transfer = Transfer(ring, source, target, places[ring][sent], places[ring][received])
             by_tick[tick].append((transfer, channel))
         patterns: dict[Pattern, int] = {(): 0}
         pattern = np.zeros(self.num_ticks, np.int32)

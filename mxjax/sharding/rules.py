@@ -36,6 +36,8 @@ class ShardingRules:
     """
 
     layers: MeshAxes = ()
+    modules: MeshAxes = ()
+    """Modules of multi-token prediction, which all lie on the last pipeline stage."""
     vocab: MeshAxes = ("tp",)
     position: MeshAxes = ()
     hidden: MeshAxes = ()
@@ -87,6 +89,7 @@ def compute_rules(parallel: ParallelConfig, model: ModelConfig) -> ShardingRules
     """Placement of the weights that a layer computes with."""
     folded = not parallel.expert_tensor_parallel
     return ShardingRules(
+        layers=("pp",) if parallel.pp > 1 else (),
         # With fewer groups than ranks every rank holds all groups and takes the one it needs.
         kv_heads=("tp",) if model.attention_groups >= parallel.tp else (),
         expert=("ep", "tp") if folded else ("ep",),
@@ -94,11 +97,17 @@ def compute_rules(parallel: ParallelConfig, model: ModelConfig) -> ShardingRules
     )
 
 
-def stored_rules(parallel: ParallelConfig, model: ModelConfig) -> ShardingRules:
-    """Placement of master weights, gradients and optimizer state between steps."""
+def stored_rules(
+    parallel: ParallelConfig, model: ModelConfig, *, of_layers: bool = True
+) -> ShardingRules:
+    """Placement of master weights, gradients and optimizer state between steps.
+
+    `of_layers`: else of what is outside of them (embedding, head, multi-token prediction): every
+    pipeline rank computes with room for it, so that ZeRO shards it over `pp` too.
+    """
     rules = compute_rules(parallel, model)
     if parallel.zero_stage == 0:
         return rules
-    return dataclasses.replace(
-        rules, hidden=DATA_AXES, latent=DATA_AXES, expert_hidden=EXPERT_DATA_AXES
-    )
+    more = ("pp",) if parallel.pp > 1 and not of_layers else ()
+    data, expert_data = more + DATA_AXES, more + EXPERT_DATA_AXES
+    return dataclasses.replace(rules, hidden=data, latent=data, expert_hidden=expert_data)

@@ -7,18 +7,19 @@ Shapes: M microbatches, B sequences of a microbatch, S sequence, L MoE layers, E
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
-from mxjax.models.parts import Params, layer_of, stack_layers
+from mxjax.models.parts import Params, stack_layers, unstack_layers
 from mxjax.models.transformer import LayerAux, Transformer
 from mxjax.moe.balance import router_loss
 from mxjax.remat.policy import rematerialise
@@ -57,10 +58,29 @@ class BatchStatistics:
     None without such modules."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadLosses:
+    """This rank's shares of the losses of one microbatch that follow the last layer."""
+
+    objective: jax.Array
+    """What is differentiated."""
+    loss: jax.Array
+    z_loss: jax.Array
+    mtp_loss: jax.Array | None
+
+
 class Objective:
     """The model on a mesh: sharding of its parameters, its loss, its gradients."""
 
-    def __init__(self, config: Config, mesh: Mesh, capacity_factor: float = float("inf")):
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        capacity_factor: float = float("inf"),
+        places: Mapping[str, np.ndarray] | None = None,
+    ):
+        """`places`: of stacked layers, see `Part`."""
         training, parallel = config.training, config.parallel
         self.config = config
         self.mesh = mesh
@@ -76,16 +96,26 @@ class Objective:
             context_parallel=ContextParallel(parallel.cp_method, parallel.cp_rotation),
             document_mask=config.data.document_mask,
             capacity_factor=capacity_factor,
+            places=places,
         )
-        self.zero = ZeroPlan(
-            stored=stored_rules(parallel, config.model),
-            compute=compute_rules(parallel, config.model),
-            compute_dtype=jnp.dtype(training.compute_dtype),
-            reduce_dtype=jnp.dtype(parallel.grad_reduce_dtype),
+        layers, outer = (
+            ZeroPlan(
+                stored=stored_rules(parallel, config.model, of_layers=of_layers),
+                compute=compute_rules(parallel, config.model),
+                compute_dtype=jnp.dtype(training.compute_dtype),
+                reduce_dtype=jnp.dtype(parallel.grad_reduce_dtype),
+            )
+            for of_layers in (True, False)
         )
-        self.param_specs = jax.tree.map(
-            lambda info: self.zero.stored.spec(info.axes), self.model.infos
-        )
+        self.zero = {
+            name: layers if name in self.model.layer_groups else outer for name in self.model.parts
+        }
+        self.param_specs = {
+            name: jax.tree.map(lambda info, plan=plan: plan.stored.spec(info.axes), infos)
+            for (name, infos), plan in zip(
+                self.model.infos.items(), self.zero.values(), strict=True
+            )
+        }
 
     def loss_and_gradients(self) -> Callable[..., tuple[Params, BatchStatistics]]:
         """(params, expert_bias_LE, batch [M, B, S], key) -> gradients (placed and split like the
@@ -135,7 +165,7 @@ class Objective:
             gradient = jax.grad(share, has_aux=True)
             grads, stats = gradient(weights, bias_LE, arrays, micro_key)
             if self.config.parallel.zero_stage == 2:
-                grads = self.zero.scatter_gradients(self._stack(grads), self.model.infos)
+                grads = self._scatter(self._stack(grads))
             return grads, stats
 
         if num_microbatches == 1:
@@ -144,9 +174,8 @@ class Objective:
             grads, stats = _accumulate(microbatch, batch, num_microbatches)
         grads = self._stack(grads)
         if self.config.parallel.zero_stage == 1:
-            grads = self.zero.scatter_gradients(grads, self.model.infos)
-        grads = self.zero.sum_gradients(grads, self.model.infos)
-        return grads, self._global(stats, num_targets)
+            grads = self._scatter(grads)
+        return self._sum(grads), self._global(stats, num_targets)
 
     def _evaluate(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
@@ -171,29 +200,37 @@ class Objective:
 
     def _forward(self, weights, bias_LE, arrays, ctx, num_targets, num_parts):
         """This rank's share of the objective of one microbatch, its statistics, finite flags."""
-        config, model = self.config, self.model
         weights = self._outer_weights(weights)
-        x, aux = model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
-        head = model.parts["head"].bind(weights["head"])
+        x, aux = self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
+        head, ahead = self._head_losses(weights, bias_LE, x, arrays, ctx, num_targets)
+        router, counts_LE, needed = self._router(aux | ahead, ctx.sequence_parallel)
+        router_loss = router / num_parts
+        stats = BatchStatistics(
+            head.loss, router_loss, head.z_loss, num_targets[0], counts_LE, needed, head.mtp_loss
+        )
+        finite = {name: group.finite for name, group in (aux | ahead).items()}
+        return head.objective + router_loss, (stats, finite)
+
+    def _head_losses(
+        self, weights, bias_LE, x, arrays, ctx, num_targets
+    ) -> tuple[HeadLosses, dict[str, LayerAux]]:
+        """This rank's shares of what follows the last layer, and the `aux` of multi-token
+        prediction by the name of its part."""
+        config = self.config
+        head = self.model.parts["head"].bind(weights["head"])
         embedding_VH = weights["embedding"]["weight"]
         x = head.norm(x)
         nll, squared_lse = head.losses(x, arrays["targets"], embedding_VH, ctx.sequence_parallel)
-        # The head's sums are equal on all tp ranks; so is the router's, unless tp splits tokens.
+        # The head's sums are equal on all tp ranks.
         copies = collectives.axis_size("tp")
         loss = nll / num_targets[0] / copies
         z_loss = config.training.z_loss_coeff * squared_lse / num_targets[0] / copies
-        mtp_loss, mtp_objective = None, 0.0
-        if config.model.mtp_num_layers:
-            nll_K, aux["mtp_layers"] = self._ahead(weights, bias_LE, x, head, arrays, ctx)
-            mtp_loss = jnp.mean(nll_K / num_targets[1:]) / copies
-            mtp_objective = config.model.mtp_loss_scaling_factor * mtp_loss
-        router, counts_LE, needed = self._router(aux, ctx.sequence_parallel)
-        router_loss = router / num_parts
-        stats = BatchStatistics(
-            loss, router_loss, z_loss, num_targets[0], counts_LE, needed, mtp_loss
-        )
-        finite = {name: group.finite for name, group in aux.items()}
-        return loss + router_loss + z_loss + mtp_objective, (stats, finite)
+        if not config.model.mtp_num_layers:
+            return HeadLosses(loss + z_loss, loss, z_loss, None), {}
+        nll_K, aux = self._ahead(weights, bias_LE, x, head, arrays, ctx)
+        mtp_loss = jnp.mean(nll_K / num_targets[1:]) / copies
+        objective = loss + z_loss + config.model.mtp_loss_scaling_factor * mtp_loss
+        return HeadLosses(objective, loss, z_loss, mtp_loss), {"mtp_layers": aux}
 
     def _ahead(self, weights, bias_LE, x, head, arrays, ctx) -> tuple[jax.Array, LayerAux]:
         """Sums over targets of each module of multi-token prediction, and the modules' `aux`."""
@@ -209,6 +246,7 @@ class Objective:
         return jnp.stack(sums), aux
 
     def _router(self, aux: dict[str, LayerAux], sequence_parallel: bool):
+        """This rank's share of the router losses, counts [L, E] or None, needed capacity."""
         with_experts = [group.moe for group in aux.values() if group.moe is not None]
         if not with_experts:
             return jnp.zeros(()), None, jnp.zeros(())
@@ -225,10 +263,10 @@ class Objective:
         as the model's layers."""
         gathers = self.config.parallel.zero_stage == 3
         if gathers:
-            plain = layer
+            plain, zero = layer, self.zero[self.model.layer_groups[-1]]
 
             def layer(shards, *inputs):
-                return plain(self.zero.gather(shards, infos), *inputs)
+                return plain(zero.gather(shards, infos), *inputs)
 
         return rematerialise(
             layer,
@@ -240,31 +278,34 @@ class Objective:
     def _weights(self, params: Params) -> Params:
         """What the loss is differentiated by: stored shards (stage 3) or gathered weights; each
         layer by itself if the layer loop is unrolled."""
-        infos = self.model.infos
-
-        def prepare(tree, infos):
-            if self.config.parallel.zero_stage == 3:
-                return tree
-            return self.zero.gather(tree, infos)
-
-        if self.config.training.scan_layers:
-            return prepare(params, infos)
         weights = {}
         for name, part in self.model.parts.items():
-            if part.num_layers is None:
-                weights[name] = prepare(params[name], infos[name])
-                continue
-            layers = [layer_of(params[name], i) for i in range(part.num_layers)]
-            weights[name] = [prepare(layer, part.layer_infos) for layer in layers]
+            stacked = part.num_layers is not None and not self.config.training.scan_layers
+            trees = unstack_layers(params[name]) if stacked else [params[name]]
+            if self.config.parallel.zero_stage < 3:
+                infos = part.layer_infos if stacked else part.infos
+                trees = [self.zero[name].gather(tree, infos) for tree in trees]
+            weights[name] = trees if stacked else trees[0]
         return weights
 
     def _outer_weights(self, weights: Params) -> Params:
         """Stage 3: gather what is outside of the layers (embedding, head), which gather theirs."""
         if self.config.parallel.zero_stage < 3:
             return weights
-        outer = [name for name, part in self.model.parts.items() if part.num_layers is None]
+        parts = {name: part for name, part in self.model.parts.items() if part.num_layers is None}
+        return weights | {
+            name: self.zero[name].gather(weights[name], part.infos) for name, part in parts.items()
+        }
+
+    def _scatter(self, grads: Params) -> Params:
+        """See `ZeroPlan.scatter_gradients`."""
         infos = self.model.infos
-        return weights | {name: self.zero.gather(weights[name], infos[name]) for name in outer}
+        return {n: self.zero[n].scatter_gradients(grad, infos[n]) for n, grad in grads.items()}
+
+    def _sum(self, grads: Params) -> Params:
+        """See `ZeroPlan.sum_gradients`."""
+        infos = self.model.infos
+        return {n: self.zero[n].sum_gradients(grad, infos[n]) for n, grad in grads.items()}
 
     def _stack(self, grads: Params) -> Params:
         """Gradients of unrolled layers, stacked as parameters are."""

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import mxjax
+from mxjax.ckpt.init_from import initialize
 from mxjax.ckpt.store import CheckpointError, CheckpointStore
 from mxjax.config import Config, to_yaml
 from mxjax.data import DataError, Samples, build_data
@@ -258,10 +259,12 @@ class Trainer:
 
     def _restore_or_create(self) -> tuple[TrainState, int, dict[str, Any]]:
         """State, steps done, and the checkpoint's metadata (empty for a fresh start)."""
-        step = self.store.resume_step()
+        step, init = self.store.resume_step(), self.config.init_from
         if step is None:
             self.programs.prepare(self.buckets.current)  # compiles while the state is created
-            return self.programs.create_state(), 0, {}
+            return self._initialize() if init.path else (self.programs.create_state(), 0, {})
+        if init.path is not None:
+            say(f"init_from.path: not read, as {self.store.directory} has checkpoint {step}")
         state, metadata = self.store.restore(self.programs.abstract_state, step)
         # None: imported from another program, whose data may be any.
         if metadata["data"] not in (None, self.data.train.fingerprint):
@@ -272,6 +275,20 @@ class Trainer:
             )
         self.buckets.restore(metadata["buckets"])
         return state, step, metadata
+
+    def _initialize(self) -> tuple[TrainState, int, dict[str, Any]]:
+        """What `init_from` names, in the form of `_restore_or_create`."""
+        start = initialize(self.config, self.programs)
+        say(f"starting with {start.describe()}")
+        for line in start.notes:
+            say(f"note: {line}")
+        metadata = start.metadata
+        if metadata.get("data") not in (None, self.data.train.fingerprint):
+            say("note: the data are others than before, and are read from their beginning")
+            metadata = metadata | {"next_sample_index": 0}
+        if "buckets" in metadata:
+            self.buckets.restore(metadata["buckets"])
+        return start.state, start.step, metadata
 
     def _open(self, samples: Samples, **options: Any) -> BatchLoader:
         """Batches of this run's shape and placement."""

@@ -130,8 +130,8 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     seconds = time.perf_counter() - started
     programs.close()
     counts = parameter_counts(config.model, config.moe)
-    infos = jax.tree.leaves(programs.objective.model.infos)
-    total = sum(math.prod(info.shape) for info in infos)  # counts those of one's own modules too
+    # Counted, not computed from the configuration: there may be modules of one's own.
+    total = sum(part.num_parameters for part in programs.objective.model.parts.values())
     work = Throughput.of(config.model, config.moe, config.training, list(mesh.devices.flat))
     return Plan(
         version=PLAN_VERSION,
@@ -184,10 +184,10 @@ def weights_for_compute(objective: Objective, params: Any) -> int:
 
     `params`: abstract master weights.
     """
-    zero, gathers_layers = objective.zero, objective.config.parallel.zero_stage == 3
+    gathers_layers = objective.config.parallel.zero_stage == 3
     total, largest_layer = 0, 0
     for name, part in objective.model.parts.items():
-        size = 0
+        size, zero = 0, objective.zero[name]
         for info, master in zip(
             jax.tree.leaves(part.infos), jax.tree.leaves(params[name]), strict=True
         ):
@@ -196,7 +196,8 @@ def weights_for_compute(objective: Objective, params: Any) -> int:
             if moved or plan.compute_dtype != master.dtype:
                 size += _shard_bytes(objective.mesh, info.shape, plan.compute_dtype, spec)
         if gathers_layers and part.num_layers is not None:
-            largest_layer = max(largest_layer, size // part.num_layers)
+            layers = jax.tree.leaves(part.infos)[0].shape[0]
+            largest_layer = max(largest_layer, size // layers)
         else:
             total += size
     return total + largest_layer
@@ -207,10 +208,15 @@ def gradient_bytes(programs: Programs) -> int:
     objective, state = programs.objective, programs.abstract_state
     training, stage = objective.config.training, objective.config.parallel.zero_stage
     if training.num_microbatches > 1:
-        rules = objective.zero.compute if stage < 2 else objective.zero.stored
         return sum(
-            _shard_bytes(objective.mesh, info.shape, jnp.float32, rules.spec(info.axes))
-            for info in jax.tree.leaves(objective.model.infos)
+            _shard_bytes(
+                objective.mesh,
+                info.shape,
+                jnp.float32,
+                (zero.compute if stage < 2 else zero.stored).spec(info.axes),
+            )
+            for name, zero in objective.zero.items()
+            for info in jax.tree.leaves(objective.model.parts[name].infos)
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = programs.abstract_batch()

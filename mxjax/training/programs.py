@@ -16,6 +16,7 @@ from mxjax.data.mtp import mtp_names
 from mxjax.sharding.context_parallel import sequence_order
 from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
 from mxjax.training.optimizer import build_optimizer
+from mxjax.training.pipelined import build_objective
 from mxjax.training.state import TrainState, initial_state, state_shardings
 from mxjax.training.step import build_step
 
@@ -29,7 +30,7 @@ class Programs:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.objective = Objective(config, mesh)
+        self.objective = build_objective(config, mesh)
         self.optimizer: optax.GradientTransformation = build_optimizer(
             config.optimizer, self.objective.model.infos
         )
@@ -89,7 +90,7 @@ class Programs:
         return self._compiled[key]
 
     def _objective(self, capacity_factor: float) -> Objective:
-        return Objective(self.config, self.mesh, capacity_factor)
+        return build_objective(self.config, self.mesh, capacity_factor)
 
     def _compile_step(self, capacity_factor: float) -> Any:
         step = build_step(

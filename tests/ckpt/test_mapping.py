@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mxjax.ckpt.mapping import layouts
+from mxjax.ckpt.mapping.huggingface import Family, huggingface_table
 from mxjax.ckpt.mapping.matching import places
 from mxjax.ckpt.mapping.megatron import expert_bias_sections, megatron_table
 from mxjax.ckpt.tree import named_leaves
@@ -63,12 +64,36 @@ MODELS = {
 @pytest.mark.parametrize("family", MODELS)
 def test_table_covers_each_parameter_once_with_its_shape_and_goes_both_ways(family):
     model, moe = MODELS[family]
-    transformer = Transformer(model, moe)
-    wanted = {f"params.{k}": v.shape for k, v in named_leaves(transformer.infos).items()}
     sections = megatron_table(model, moe, zero_centred_gamma=True)
     if moe.num_experts:
-        wanted["expert_bias"] = jax.eval_shape(transformer.initial_expert_bias).shape
         sections += expert_bias_sections(model, moe)
+    assert_covers(sections, model, moe, has_bias=moe.num_experts > 0)
+
+
+HUGGING_FACE = {
+    Family.LLAMA: (
+        dataclasses.replace(LLAMA, qk_layernorm=False, tie_embeddings=True),
+        MoEConfig(),
+    ),
+    Family.QWEN3: (LLAMA, MoEConfig()),
+    Family.QWEN3_MOE: (LLAMA, MoEConfig(num_experts=4, first_k_dense=1)),
+    Family.MIXTRAL: (dataclasses.replace(LLAMA, qk_layernorm=False), MoEConfig(num_experts=4)),
+    Family.DEEPSEEK_V3: (DEEPSEEK, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("family", HUGGING_FACE)
+def test_hugging_face_table_covers_each_parameter_once_and_goes_both_ways(family):
+    model, moe = HUGGING_FACE[family]
+    sections = huggingface_table(family, model, moe)
+    assert_covers(sections, model, moe, has_bias=family is Family.DEEPSEEK_V3)
+
+
+def assert_covers(sections, model, moe, has_bias):
+    transformer = Transformer(model, moe)
+    wanted = {f"params.{k}": v.shape for k, v in named_leaves(transformer.infos).items()}
+    if has_bias:
+        wanted["expert_bias"] = jax.eval_shape(transformer.initial_expert_bias).shape
     rng = np.random.default_rng(0)
     found: dict[str, set] = {}
     for place in places(sections):

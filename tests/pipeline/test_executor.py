@@ -1,5 +1,6 @@
 """Every schedule through the executor: gradients of a small model equal those of plain autodiff."""
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mxjax.pipeline.executor import Pipeline
+from mxjax.pipeline.layout import StageLayout
 from mxjax.pipeline.schedules import forward_only, make_schedule
+from mxjax.pipeline.stacks import Stacks
 from mxjax.pipeline.ticks import compile_ticks
 
 H, T, VOCAB = 8, 6, 11
@@ -93,33 +96,17 @@ def plain(toy, layers, outer):
     return stats, grads
 
 
-def places(table, num_wide):
-    """For each rank and kind, the number of the layer at each place; None: no layer."""
-    schedule, starts = table.schedule, np.cumsum([0, *map(sum, table.stage_layers)])
-    found = [[[], []] for _ in range(schedule.num_ranks)]
-    for chunk in range(schedule.num_chunks):
-        stages = [schedule.stages_of(rank)[chunk] for rank in range(schedule.num_ranks)]
-        for k in range(2):
-            most = max(table.stage_layers[s][k] for s in stages)
-            for rank, stage in enumerate(stages):
-                counts = table.stage_layers[stage]
-                first = starts[stage] + (counts[0] if k else 0)
-                numbers = [first + j if j < counts[k] else None for j in range(most)]
-                found[rank][k] += numbers
-    return found
-
-
 def pipelined(toy, table, layers, outer, unrolled, evaluate=False):
     """The same through the executor, gradients put back into the order of the layers."""
     P = table.schedule.num_ranks
-    where = places(table, toy.num_wide)
+    where = {kind: table.stacks.places(kind) for kind in toy.kinds}
+    first = {"wide": 0, "narrow": toy.num_wide}
     examples = {"wide": layers[0], "narrow": layers[-1]}
     stacked = {}
-    for k, kind in enumerate(toy.kinds):
-        rows = [number for rank in where for number in rank[k]]
-        if rows:
+    for kind in toy.kinds:
+        if len(where[kind]):
             empty = jax.tree.map(jnp.zeros_like, examples[kind])
-            picked = [empty if number is None else layers[number] for number in rows]
+            picked = [empty if n < 0 else layers[first[kind] + n] for n in where[kind]]
             stacked[kind] = jax.tree.map(lambda *a: jnp.stack(a), *picked)
     mesh = Mesh(np.asarray(jax.devices()[:P]), ("pp",))
 
@@ -140,22 +127,19 @@ def pipelined(toy, table, layers, outer, unrolled, evaluate=False):
 
     spec, whole = PartitionSpec("pp"), PartitionSpec()
     out = whole if evaluate else (whole, spec, whole)
-    mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(spec, whole), out_specs=out, check_vma=False
-    )
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(spec, whole), out_specs=out, check_vma=False)
     result = jax.jit(mapped)(stacked, outer)
     if evaluate:
         return result
     stats, grads, d_outer = result
     in_order = [None] * len(layers)
-    for k, kind in enumerate(toy.kinds):
-        rows = [number for rank in where for number in rank[k]]
-        for row, number in enumerate(rows):
+    for kind in toy.kinds:
+        for row, number in enumerate(where[kind]):
             layer = jax.tree.map(lambda a, row=row: a[row], grads[kind])
-            if number is None:
+            if number < 0:
                 assert all(not jnp.any(leaf) for leaf in jax.tree.leaves(layer))
             else:
-                in_order[number] = layer
+                in_order[first[kind] + number] = layer
     return stats, (in_order, d_outer)
 
 
@@ -172,7 +156,18 @@ def toy_model(M, num_wide):
     return Toy(jnp.asarray(tokens), num_wide)
 
 
-EVEN = [(1, 1)] * 1
+def stacks_of(schedule, stage_layers):
+    ends = np.cumsum([0, *map(sum, stage_layers)])
+    layers = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+    placement = "v" if schedule.stage_to_rank[-1] == 0 and schedule.num_ranks > 1 else "loop"
+    empty = (0,) * schedule.num_stages
+    layout = StageLayout(
+        schedule.num_ranks, schedule.num_chunks, placement, layers, ((),) * len(layers), empty
+    )
+    wide, narrow = (sum(counts[k] for counts in stage_layers) for k in range(2))
+    return Stacks(layout, {"wide": wide, "narrow": narrow})
+
+
 CASES = {
     "gpipe": ("gpipe", 2, 4, {}, [(2, 0), (1, 1)]),
     "1f1b": ("1f1b", 4, 6, {}, [(2, 0), (1, 0), (0, 1), (0, 2)]),
@@ -195,7 +190,7 @@ CASES = {
 def test_gradients_equal_those_of_plain_autodiff(case, unrolled):
     name, P, M, options, stage_layers = CASES[case]
     schedule = make_schedule(name, P, M, **options)
-    table = compile_ticks(schedule, ("wide", "narrow"), stage_layers, deferred=unrolled)
+    table = compile_ticks(schedule, stacks_of(schedule, stage_layers), deferred=unrolled)
     num_wide = sum(counts[0] for counts in stage_layers)
     layers, outer = parameters(num_wide, sum(counts[1] for counts in stage_layers))
     toy = toy_model(M, num_wide)
@@ -209,7 +204,7 @@ def test_gradients_equal_those_of_plain_autodiff(case, unrolled):
 def test_a_forward_pass_alone_reports_the_same(placement):
     stage_layers = [(1, 0), (1, 1), (0, 1), (0, 2)]
     schedule = forward_only(2, 3, 2, placement)
-    table = compile_ticks(schedule, ("wide", "narrow"), stage_layers)
+    table = compile_ticks(schedule, stacks_of(schedule, stage_layers))
     layers, outer = parameters(2, 4)
     toy = toy_model(3, 2)
     stats = pipelined(toy, table, layers, outer, unrolled=False, evaluate=True)

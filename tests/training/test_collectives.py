@@ -203,7 +203,8 @@ def test_gpu_program_reduce_scatters_gradients(
             for info in jax.tree.leaves(infos)
         )
 
-    stored, compute = objective.zero.stored, objective.zero.compute
+    zero = objective.zero["moe_layers"]
+    stored, compute = zero.stored, zero.compute
     assert num_elements(found, "reduce-scatter") == elements(stored, infos)
     # Tokens per expert; number of targets, three losses, needed capacity.
     assert num_elements(found, "all-reduce") == config.moe.num_experts + 5

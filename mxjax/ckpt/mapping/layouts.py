@@ -77,6 +77,26 @@ def join_branches(weight: np.ndarray) -> np.ndarray:
     return weight.transpose(1, 2, 0).reshape(-1, weight.shape[0])
 
 
+def stack_heads(key: np.ndarray, value: np.ndarray, groups: int) -> np.ndarray:
+    """Keys and values, each ``[G D, H]`` -> ``[H, 2, G, D]``."""
+    return np.stack([heads_last(key, groups), heads_last(value, groups)], axis=1)
+
+
+def unstack_heads(kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of :func:`stack_heads`."""
+    return heads_first(kv[:, 0]), heads_first(kv[:, 1])
+
+
+def stack_branches(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Two of ``[F, H]`` -> ``[H, 2, F]``."""
+    return np.stack([gate.T, up.T], axis=1)
+
+
+def unstack_branches(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of :func:`stack_branches`."""
+    return weight[:, 0].T, weight[:, 1].T
+
+
 def pairs_to_halves(weight: np.ndarray, width: int) -> np.ndarray:
     """The last `width` elements of the last dim from rotary pairs side by side to halves.
 

@@ -49,6 +49,19 @@ def places(sections: Sequence[Section]) -> Iterator[Place]:
                     yield Place(section, rule, layer, expert)
 
 
+Blocks = dict[tuple[int, ...], tuple[Place, int]]
+"""For each index of an array's stacked dims: the use of a rule, and which of its results."""
+
+
+def blocks_of(sections: Sequence[Section]) -> dict[str, Blocks]:
+    """Where each array of ours comes from."""
+    found: dict[str, Blocks] = {}
+    for place in places(sections):
+        for which, leaf in enumerate(place.leaves()):
+            found.setdefault(leaf, {})[place.index] = place, which
+    return found
+
+
 def match(
     sections: Sequence[Section],
     names: set[str],
@@ -67,10 +80,12 @@ def match(
         kind found are named.
     """
     found: dict[str, str] = {}
+    known = set(also_known)
     missing, misshapen = [], []
     for place in places(sections):
         for theirs in place.rule.theirs:
             candidates = place.names(theirs)
+            known.update(candidates)  # our own exports have a tensor under each of its names
             name = next((name for name in candidates if name in names), None)
             if name is None:
                 missing.append(f"{' or '.join(candidates)}, of shape {theirs.shape}")
@@ -80,7 +95,7 @@ def match(
             same = shape[1:] == theirs.shape[1:] if theirs.vocabulary else shape == theirs.shape
             if not same:
                 misshapen.append(f"{name} has shape {shape}, expected {theirs.shape}")
-    extra = sorted(names - set(found.values()) - also_known)
+    extra = sorted(names - known)
     problems = [
         *_listed("not in the checkpoint", missing),
         *_listed("of another shape", misshapen),

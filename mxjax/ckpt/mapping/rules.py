@@ -41,12 +41,14 @@ class Theirs:
         stands for the number of an expert.
       shape: of the whole tensor, of one layer and one expert.
       vocabulary: rows are tokens, and their number may differ by padding.
+      keep_precision: written in fp32, whatever the dtype of the rest.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     cut: Cut = Cut.WHOLE
     vocabulary: bool = False
+    keep_precision: bool = False
 
 
 @dataclass(frozen=True)

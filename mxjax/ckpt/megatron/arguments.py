@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mxjax.ckpt.errors import CheckpointFormatError
+from mxjax.ckpt.keys import Keys
+from mxjax.ckpt.megatron.schedule import schedule_settings
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_ALLOWED: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (None, False),
     "rotary_percent": (None, 1.0),
     "squared_relu": (None, False),
@@ -46,6 +47,7 @@ _OF_THE_RUN = re.compile(
     r"|(bias_|masked_softmax|apply_rope|cross_entropy|fused|persist_|memory|barrier|manual_gc).*"
     r"|(transformer_impl|attention_backend|use_flash_attn|moe_(grouped_gemm|token_dispatcher_type"
     r"|permute_fusion|router_dtype|router_fusion|flex\w*|enable_deepep))"
+    r"|no_save_\w+"
     r"|(consumed|skipped)_\w*samples|num_floating.*|phase_.*|inference.*|retro.*|vision.*|bert.*"
     r"|(bf16|fp16|params_dtype|use_rotary_position_embeddings|add_position_embedding"
     r"|padded_vocab_size|group_query_attention|num_moe_experts|reset_\w+|seq_length)"
@@ -70,25 +72,33 @@ class FromArguments:
     zero_centred_gamma: bool = False
 
 
-def from_arguments(args: Mapping[str, Any], vocabulary_rows: int) -> FromArguments:
+def from_arguments(
+    args: Mapping[str, Any],
+    vocabulary_rows: int,
+    scheduler: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+) -> FromArguments:
     """Sections `model`, `moe`, `training`, `optimizer`, `data` and `checkpoint`.
 
     Args:
       args: Megatron's arguments as plain values.
       vocabulary_rows: of the embedding, with the padding of the ``tp`` that saved it.
+      scheduler: the entry ``opt_param_scheduler``, if there is one.
+      iteration: steps done, if that is recorded.
 
     Raises:
       CheckpointFormatError: the model has parts that there are not here, or arguments are missing.
     """
-    reader = _Reader(args)
+    reader = Keys(args, "The checkpoint's `args`")
     model = _model(reader) | {"vocab_size": vocabulary_rows}
     moe = _moe(reader, model)
+    training = _training(reader)
     found = FromArguments(
         {
             "model": model,
             "moe": moe,
-            "training": _training(reader),
-            "optimizer": _optimizer(reader),
+            "training": training,
+            "optimizer": _optimizer(reader, scheduler or {}, iteration, training.get("num_steps")),
             "data": _data(reader),
             "checkpoint": reader.known({"save_interval": "save_interval"}),
         }
@@ -97,70 +107,15 @@ def from_arguments(args: Mapping[str, Any], vocabulary_rows: int) -> FromArgumen
         reader.get("apply_layernorm_1p", False)
         or reader.get("layernorm_zero_centered_gamma", False)
     )
+    reader.allow(_ALLOWED)
     reader.refuse()
     found.settings = {name: section for name, section in found.settings.items() if section}
     found.assumed = reader.assumed
-    found.not_mapped = reader.rest()
+    found.not_mapped = reader.rest(_OF_THE_RUN.fullmatch)
     return found
 
 
-class _Reader:
-    """Arguments, with a note of which were read."""
-
-    def __init__(self, args: Mapping[str, Any]) -> None:
-        self._args = args
-        self._read: set[str] = set()
-        self.problems: list[str] = []
-        self.assumed: dict[str, Any] = {}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Its value; `default` if it is None or not recorded."""
-        self._read.add(name)
-        value = self._args.get(name)
-        return default if value is None else value
-
-    def assume(self, name: str, default: Any) -> Any:
-        """As `get`, for what a checkpoint should say: the user is told of the default."""
-        if name not in self._args:
-            self.assumed[name] = default
-        return self.get(name, default)
-
-    def need(self, name: str) -> Any:
-        """Its value, which must be there."""
-        if self.get(name) is None:
-            raise CheckpointFormatError(f"The checkpoint's `args` have no {name}.")
-        return self.get(name)
-
-    def known(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Our keys with the values of their arguments, as far as these are recorded."""
-        return {
-            ours: value for ours, name in names.items() if (value := self.get(name)) is not None
-        }
-
-    def refuse(self) -> None:
-        """Raises if any argument asks for what there is not here."""
-        for name, allowed in _REFUSED.items():
-            self._read.add(name)
-            if (value := self._args.get(name)) not in allowed:
-                self.problems.append(f"{name}: {value!r}")
-        if self.problems:
-            raise CheckpointFormatError(
-                "The model cannot be imported, mxjax has nothing that computes the same for: "
-                + "; ".join(self.problems)
-            )
-
-    def rest(self) -> dict[str, Any]:
-        """What was not read, is set to something, and is not of the run alone."""
-        return {
-            name: value
-            for name, value in sorted(self._args.items())
-            if name not in self._read
-            and value not in (None, False, [], {}, "")
-            and not _OF_THE_RUN.fullmatch(name)
-        }
-
-
-def _model(args: _Reader) -> dict[str, Any]:
+def _model(args: Keys) -> dict[str, Any]:
     model = {
         "num_layers": args.need("num_layers"),
         "hidden_size": args.need("hidden_size"),
@@ -168,7 +123,8 @@ def _model(args: _Reader) -> dict[str, Any]:
         "num_attention_heads": args.need("num_attention_heads"),
         "tie_embeddings": not args.need("untie_embeddings_and_output_weights"),
         "norm": args.need("normalization").lower(),
-        "norm_epsilon": args.get("layernorm_epsilon") or args.assume("norm_epsilon", 1e-5),
+        "norm_epsilon": args.get("layernorm_epsilon", args.get("norm_epsilon"))
+        or args.assume("norm_epsilon", 1e-5),
         "add_bias_linear": args.get("add_bias_linear", False),
     }
     if model["norm"] not in ("rmsnorm", "layernorm"):
@@ -177,7 +133,7 @@ def _model(args: _Reader) -> dict[str, Any]:
     tanh_form = args.get("openai_gelu", False) or args.get("bias_gelu_fusion", False)
     if model["activation"] == "gelu" and not tanh_form:
         args.assumed["activation: gelu, exact"] = "gelu, tanh form (differs by up to 5e-4)"
-    model["add_qkv_bias"] = model["add_bias_linear"] or args.get("add_qkv_bias", False)
+    model["add_qkv_bias"] = args.get("add_qkv_bias", False) or model["add_bias_linear"]
     model |= args.known(
         {
             "max_position_embeddings": "max_position_embeddings",
@@ -191,7 +147,7 @@ def _model(args: _Reader) -> dict[str, Any]:
     return model | _attention(args, model) | _positions(args)
 
 
-def _attention(args: _Reader, model: dict[str, Any]) -> dict[str, Any]:
+def _attention(args: Keys, model: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = model["num_attention_heads"], model["hidden_size"]
     groups, width = args.get("num_query_groups"), args.get("kv_channels")
     norm = args.get("qk_layernorm", False)
@@ -215,7 +171,7 @@ def _attention(args: _Reader, model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _positions(args: _Reader) -> dict[str, Any]:
+def _positions(args: Keys) -> dict[str, Any]:
     kind = args.assume("position_embedding_type", "rope")
     if kind == "learned_absolute":
         return {"position_embedding": "learned"}
@@ -234,7 +190,7 @@ def _positions(args: _Reader) -> dict[str, Any]:
     return positions
 
 
-def _yarn(args: _Reader) -> dict[str, Any] | None:
+def _yarn(args: Keys) -> dict[str, Any] | None:
     """Megatron's defaults are those of its MLATransformerConfig."""
     factor = args.assume("rotary_scaling_factor", 40.0)
     if factor == 1:
@@ -250,7 +206,7 @@ def _yarn(args: _Reader) -> dict[str, Any] | None:
     }
 
 
-def _moe(args: _Reader, model: dict[str, Any]) -> dict[str, Any]:
+def _moe(args: Keys, model: dict[str, Any]) -> dict[str, Any]:
     experts = args.get("num_experts") or args.get("num_moe_experts")
     if not experts:
         for name in ("moe_router_topk", "moe_layer_freq", "moe_router_score_function"):
@@ -285,7 +241,7 @@ def _moe(args: _Reader, model: dict[str, Any]) -> dict[str, Any]:
     return moe | _balancing(args)
 
 
-def _first_dense(args: _Reader, num_layers: int) -> int:
+def _first_dense(args: Keys, num_layers: int) -> int:
     """How many layers at the beginning have no experts; all others must have them."""
     pattern = args.get("moe_layer_freq", 1)
     if isinstance(pattern, int):
@@ -301,7 +257,7 @@ def _first_dense(args: _Reader, num_layers: int) -> int:
     return dense
 
 
-def _balancing(args: _Reader) -> dict[str, float]:
+def _balancing(args: Keys) -> dict[str, float]:
     kinds = args.get("moe_router_load_balancing_type", "none")
     weights = args.get("moe_aux_loss_coeff", 0.0)
     kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
@@ -316,7 +272,7 @@ def _balancing(args: _Reader) -> dict[str, float]:
     return found
 
 
-def _training(args: _Reader) -> dict[str, Any]:
+def _training(args: Keys) -> dict[str, Any]:
     training = args.known(
         {
             "num_steps": "train_iters",
@@ -325,18 +281,19 @@ def _training(args: _Reader) -> dict[str, Any]:
             "seed": "seed",
         }
     )
+    samples, batch = args.get("train_samples"), args.get("global_batch_size")
+    if "num_steps" not in training and samples and batch:
+        training["num_steps"] = samples // batch
     half = args.get("bf16", False) or args.get("fp16", False)
     training["compute_dtype"] = "bfloat16" if half else "float32"
     return training
 
 
-def _optimizer(args: _Reader) -> dict[str, Any]:
+def _optimizer(
+    args: Keys, scheduler: Mapping[str, Any], iteration: int | None, num_steps: int | None
+) -> dict[str, Any]:
     optimizer = args.known(
         {
-            "lr": "lr",
-            "min_lr": "min_lr",
-            "warmup_steps": "lr_warmup_iters",
-            "decay_steps": "lr_decay_iters",
             "beta1": "adam_beta1",
             "beta2": "adam_beta2",
             "eps": "adam_eps",
@@ -344,18 +301,18 @@ def _optimizer(args: _Reader) -> dict[str, Any]:
             "clip_grad": "clip_grad",
         }
     )
-    names = {"cosine": "cosine", "constant": "constant", "WSD": "wsd"}
-    style = args.get("lr_decay_style", "cosine")
-    if style in names:
-        optimizer["schedule"] = names[style]
-    else:
-        args.assumed[f"lr_decay_style {style}"] = "cosine"
+    if (decay := scheduler.get("end_wd")) is not None:
+        optimizer["weight_decay"] = decay
+    if scheduler.get("start_wd", decay) != decay:
+        args.assumed[f"weight decay from {scheduler['start_wd']} to {decay}"] = f"always {decay}"
+    for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"):
+        args.get(name)
     if (kind := args.get("optimizer", "adam")) != "adam":
         args.assumed[f"optimizer {kind}"] = "adamw"
-    return optimizer
+    return optimizer | schedule_settings(args, scheduler, iteration, num_steps)
 
 
-def _data(args: _Reader) -> dict[str, Any]:
+def _data(args: Keys) -> dict[str, Any]:
     """Megatron attends across documents unless told otherwise."""
     masks = [args.get(name) for name in ("reset_attention_mask", "reset_position_ids")]
     return {} if None in masks else {"document_mask": all(masks)}

@@ -6,7 +6,7 @@ Layers count anew in every pipeline stage and every virtual chunk, experts in ev
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from mxjax.ckpt.errors import CheckpointFormatError
 from mxjax.ckpt.inspection import expected_ranks
 from mxjax.ckpt.leaves import plain
 from mxjax.ckpt.locate import RANK_FOLDER
-from mxjax.ckpt.mapping.rules import Cut, Theirs
+from mxjax.ckpt.mapping.rules import Cut, Section, Theirs
+from mxjax.ckpt.megatron.grid import Rank
+from mxjax.ckpt.megatron.legacy_adam import DISTRIBUTED_FILE, States, has_state, read_rank
+from mxjax.ckpt.megatron.saved_adam import MOMENTS, OptimizerStateError, SavedAdam, adam_count
 from mxjax.ckpt.torch_format.archive import TorchArchive
 from mxjax.ckpt.torch_format.values import LazyTensor, Record, TensorLike
 
@@ -29,10 +32,12 @@ _STACKED = re.compile(r"(.+\.experts\.)(linear_fc[12]\.weight)")
 _OLD_GROUPED = re.compile(r"(.+\.experts\.)weight([12])")
 
 
+Shards = dict[str, dict[int, TensorLike]]
+"""Parts of tensors by name and tensor parallel rank."""
+
+
 class LegacyModel:
     """A folder of ``mp_rank_*``; see `opened.MegatronModel`."""
-
-    moments: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob(f"mp_rank_*/{FILE}"))
@@ -63,32 +68,64 @@ class LegacyModel:
                 f" the rest over {self._tensor_ranks}. The format has room for the experts of the"
                 " latter only; save it as torch_dist."
             )
-        self._shards: dict[str, dict[int, TensorLike]] = {}
-        self._collect({self._rank(name): content for name, content in contents.items()})
+        self._files = {self._rank(file.parent.name): file for file in files}
+        self._contents = {rank: contents[f.parent.name] for rank, f in self._files.items()}
+        models = {rank: _chunks(content) for rank, content in self._contents.items()}
+        self._firsts = _first_layers(models)
+        self._shards = self._collected(models)
         self.names = set(self._shards)
 
-    def _rank(self, folder: str) -> tuple[int, int, int]:
+    def optimizer_state(self, sections: Sequence[Section]) -> SavedAdam | None:
+        """See `opened.MegatronModel`."""
+        optimizer = self.common.get("optimizer")
+        if not has_state(optimizer):
+            return None
+        states: dict[str, dict[Rank, States]] = {}
+        for rank, file in self._files.items():
+            content = self._contents[rank]
+            found = read_rank(file, content["optimizer"], _chunks(content), rank.stage, self.args)
+            for kind, state in found.states.items():
+                states.setdefault(kind, {})[rank] = state
+        if not states:
+            raise OptimizerStateError(
+                f"{self.folder} has no {DISTRIBUTED_FILE}, which the distributed optimizer keeps"
+                " its state in."
+            )
+        shards = {kind: self._collected(ranks) for kind, ranks in states.items()}
+        return SavedAdam(
+            adam_count(optimizer),
+            {
+                kind: shards[kind].keys() if kind in shards else set()
+                for kind in (*MOMENTS, *shards)
+            },
+            lambda name, theirs, kind: self._whole(shards[kind], name, theirs),
+        )
+
+    def _rank(self, folder: str) -> Rank:
         """Tensor, pipeline and expert rank of a folder's name."""
         first, *others = (int(n) for n in RANK_FOLDER.fullmatch(folder).groups() if n is not None)
         if len(others) == 2:
-            return first, others[0], others[1]
+            return Rank(first, *others)
         if len(others) == 1 and (self.args.get("pipeline_model_parallel_size") or 1) > 1:
-            return first, others[0], 0
-        return first, 0, others[0] if others else 0
+            return Rank(first, others[0], 0)
+        return Rank(first, 0, others[0] if others else 0)
 
-    def _collect(self, ranks: Mapping[tuple[int, int, int], dict[str, Any]]) -> None:
-        firsts = _first_layers(ranks)
-        for (tensor, stage, expert), content in ranks.items():
-            for chunk, state in _chunks(content).items():
-                first = firsts[chunk, stage]
+    def _collected(self, ranks: Mapping[Rank, States]) -> Shards:
+        """Parts of tensors by the table's names; `ranks` has the weights of each rank, or what is
+        in place of them in the optimizer."""
+        found: Shards = {}
+        for rank, chunks in ranks.items():
+            for chunk, state in chunks.items():
+                first = self._firsts[chunk, rank.stage]
                 for name, value in state.items():
                     if not isinstance(value, TensorLike) or name.endswith("_extra_state"):
                         continue
-                    for known, part in self._named(name, value, first, expert):
+                    for known, part in self._named(name, value, first, rank.expert):
                         experts = ".mlp.experts." in known
-                        rank = tensor % self._expert_tensor_ranks if experts else tensor
+                        tensor = rank.tensor % self._expert_tensor_ranks if experts else rank.tensor
                         # Other expert, data and pipeline ranks have copies of the same.
-                        self._shards.setdefault(known, {}).setdefault(rank, part)
+                        found.setdefault(known, {}).setdefault(tensor, part)
+        return found
 
     def _named(
         self, name: str, value: TensorLike, first_layer: int, expert_rank: int
@@ -128,39 +165,45 @@ class LegacyModel:
             )
         return experts // ranks
 
-    def tensor(self, name: str, theirs: Theirs, moment: str | None = None) -> TensorLike:
+    def tensor(self, name: str, theirs: Theirs) -> TensorLike:
         """See `opened.MegatronModel`."""
-        shards = self._shards[name]
-        first = shards[min(shards)]
-        whole = first.shape == theirs.shape and theirs.cut is Cut.WHOLE_OR_ROWS
-        if whole or theirs.cut is Cut.WHOLE:
-            return first
-        experts = ".mlp.experts." in name
-        ranks = self._expert_tensor_ranks if experts else self._tensor_ranks
-        if absent := [rank for rank in range(ranks) if rank not in shards]:
-            raise CheckpointFormatError(
-                f"{self.folder}: {name} lacks the parts of tensor ranks {absent} of {ranks}."
-            )
-        parts = [shards[rank] for rank in range(ranks)]
-        return parts[0] if ranks == 1 else _merged(parts, theirs.cut)
+        return self._whole(self._shards, name, theirs)
+
+    def _whole(self, shards: Shards, name: str, theirs: Theirs) -> TensorLike:
+        ranks = self._expert_tensor_ranks if ".mlp.experts." in name else self._tensor_ranks
+        return whole(shards[name], ranks, theirs, f"{self.folder}: {name}")
 
 
-def _chunks(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def whole(shards: Mapping[int, TensorLike], ranks: int, theirs: Theirs, what: str) -> TensorLike:
+    """A tensor of which tensor parallel ranks have parts.
+
+    Raises:
+      CheckpointFormatError: parts are missing.
+    """
+    first = shards[min(shards)]
+    is_whole = first.shape == theirs.shape and theirs.cut is Cut.WHOLE_OR_ROWS
+    if is_whole or theirs.cut is Cut.WHOLE:
+        return first
+    if absent := [rank for rank in range(ranks) if rank not in shards]:
+        raise CheckpointFormatError(f"{what} lacks the parts of tensor ranks {absent} of {ranks}.")
+    parts = [shards[rank] for rank in range(ranks)]
+    return parts[0] if ranks == 1 else _merged(parts, theirs.cut)
+
+
+def _chunks(content: dict[str, Any]) -> States:
     """State dicts of a rank by virtual chunk."""
     if "model" in content:
         return {0: content["model"]}
     return {int(key[5:]): content[key] for key in content if re.fullmatch(r"model\d+", str(key))}
 
 
-def _first_layers(
-    ranks: Mapping[tuple[int, int, int], dict[str, Any]],
-) -> dict[tuple[int, int], int]:
+def _first_layers(ranks: Mapping[Rank, States]) -> dict[tuple[int, int], int]:
     """Number of the first layer of each (chunk, pipeline rank). They may be of any size."""
     counts: dict[tuple[int, int], int] = {}
-    for (_, stage, _), content in ranks.items():
-        for chunk, state in _chunks(content).items():
+    for rank, chunks in ranks.items():
+        for chunk, state in chunks.items():
             layers = {int(found[1]) for name in state if (found := _LAYER.match(name))}
-            counts[chunk, stage] = max(layers, default=-1) + 1
+            counts[chunk, rank.stage] = max(layers, default=-1) + 1
     firsts, total = {}, 0
     for place in sorted(counts):
         firsts[place] = total

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from mxjax.ckpt.errors import CheckpointFormatError
 from mxjax.ckpt.locate import Kind, locate
-from mxjax.ckpt.mapping.rules import Theirs
+from mxjax.ckpt.mapping.rules import Section, Theirs
 from mxjax.ckpt.megatron.dist import DistributedModel
 from mxjax.ckpt.megatron.legacy import LegacyModel
+from mxjax.ckpt.megatron.saved_adam import SavedAdam
 from mxjax.ckpt.torch_format.values import TensorLike
 
 
@@ -20,23 +22,30 @@ class MegatronModel(Protocol):
       common: iteration, scheduler and other plain values.
       args: Megatron's arguments.
       names: of all tensors of the model, as `mapping/megatron.py` spells them.
-      moments: kinds of optimizer state that can be read, such as ``exp_avg``.
     """
 
     common: dict[str, Any]
     args: dict[str, Any]
     names: set[str]
-    moments: tuple[str, ...]
 
-    def tensor(self, name: str, theirs: Theirs, moment: str | None = None) -> TensorLike:
+    def tensor(self, name: str, theirs: Theirs) -> TensorLike:
         """The whole tensor, read when asked.
 
         Args:
           theirs: what the table says of it.
-          moment: a kind of `moments`, in place of the weight.
 
         Raises:
           CheckpointFormatError: a rank's part of it is missing.
+        """
+
+    def optimizer_state(self, sections: Sequence[Section]) -> SavedAdam | None:
+        """Adam's state; None: there is none.
+
+        Args:
+          sections: the table of the model.
+
+        Raises:
+          OptimizerStateError: there is one, and it cannot be read.
         """
 
 

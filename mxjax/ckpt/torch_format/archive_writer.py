@@ -11,7 +11,7 @@ import numpy as np
 
 from mxjax.ckpt.atomic import new_file
 from mxjax.ckpt.torch_format.pickle_writer import dump
-from mxjax.ckpt.torch_format.values import TensorLike, TorchFormatError
+from mxjax.ckpt.torch_format.values import LazyTensor, TensorLike, TorchFormatError
 
 _ALIGNMENT = 64
 _BLOCK = 1 << 26
@@ -56,10 +56,15 @@ def write_archive(file: BinaryIO, value: Any, name: str = "archive") -> int:
         _write(archive, f"{name}/.format_version", b"1")
         _write(archive, f"{name}/.storage_alignment", str(_ALIGNMENT).encode())
         _write(archive, f"{name}/byteorder", b"little")
-        for index, tensor in enumerate(tensors):
+        for index, tensor in sorted(enumerate(tensors), key=_order):
             _write(archive, f"{name}/data/{index}", _bytes_of(tensor))
         _write(archive, f"{name}/version", b"3\n")
     return window.tell()
+
+
+def _order(numbered: tuple[int, TensorLike | np.ndarray]) -> int:
+    _, tensor = numbered
+    return tensor.order if isinstance(tensor, LazyTensor) else 0
 
 
 def _bytes_of(tensor: TensorLike | np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -113,6 +114,21 @@ class DistWriter:
         if name in self._objects or name in self._tensors:
             raise TorchFormatError(f"There is another entry named {name}.")
         self._objects[name] = self._append(value)
+
+    def add_alias(self, name: str, other: str) -> None:
+        """A further name for an entry that is complete; it takes no space but for the description.
+
+        Raises:
+          TorchFormatError: there is an entry of that name, or none named `other`.
+        """
+        if name in self._objects or name in self._tensors:
+            raise TorchFormatError(f"There is another entry named {name}.")
+        if other in self._objects:
+            self._objects[name] = self._objects[other]
+        elif other in self._tensors:
+            self._tensors[name] = replace(self._tensors[other], name=name)
+        else:
+            raise TorchFormatError(f"There is no entry named {other}.")
 
     def _append(self, value: Any) -> Blob:
         if self._file is not None and self._file.tell() >= self._file_bytes:

@@ -129,11 +129,17 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor to be written that is made by `read` when its turn comes, and dropped after."""
+    """A tensor to be written that is made by `read` when its turn comes, and dropped after.
+
+    Attributes:
+      order: a file has the bytes of its tensors in the order of these numbers, so that what is
+        read from one place can be read together.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray] = field(repr=False)
+    order: int = 0
 
     def numpy(self) -> np.ndarray:
         """The elements."""

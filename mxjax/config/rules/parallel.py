@@ -9,12 +9,6 @@ from mxjax.config.schema import Config
 
 
 @rule
-def axes_are_available(c: Config) -> Findings:
-    if c.parallel.pp > 1:
-        yield "parallel.pp", "pipeline parallelism is not available yet; set it to 1"
-
-
-@rule
 def expert_parallel_has_experts(c: Config) -> Findings:
     if c.parallel.ep > 1 and c.moe.num_experts == 0:
         yield (
@@ -152,9 +146,12 @@ def zero_divides_hidden_size(c: Config) -> Findings:
     if c.parallel.zero_stage == 0:
         return
     ranks = c.parallel.dp * c.parallel.ep * c.parallel.cp * c.parallel.sp
-    if c.model.hidden_size % ranks:
+    if c.model.hidden_size % (ranks * c.parallel.pp):
+        which = "data-like ranks (dp * ep * cp * sp)"
+        if c.parallel.pp > 1:
+            which = "ranks (pp * dp * ep * cp * sp, pp for embedding and head)"
         yield (
             "model.hidden_size",
-            f"must be a multiple of the {ranks} data-like ranks (dp * ep * cp * sp) that ZeRO "
+            f"must be a multiple of the {ranks * c.parallel.pp} {which} that ZeRO "
             "shards it over; set parallel.zero_stage to 0 or use other axis sizes",
         )

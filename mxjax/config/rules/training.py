@@ -107,6 +107,15 @@ def kept_checkpoints_are_saved(c: Config) -> Findings:
 
 
 @rule
+def training_state_comes_from_somewhere(c: Config) -> Findings:
+    if c.init_from.training_state and c.init_from.path is None:
+        yield (
+            "init_from.training_state",
+            "does nothing while init_from.path is null; set that or remove this",
+        )
+
+
+@rule
 def profile_is_in_the_run(c: Config) -> Findings:
     if c.log.profile_steps is None:
         return

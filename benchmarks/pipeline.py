@@ -1,0 +1,339 @@
+"""Step time of pipeline schedules on two GPUs, over the time of the same work without a pipeline.
+
+    python benchmarks/pipeline.py [--model llama|moe] [--schedules 1f1b,zbh1,...] [--layers 4]
+        [--microbatches 16] [--seq-length 4096] [--steps 5] [--scan] [--json out.json]
+
+Ideal is one GPU with half of the layers that accumulates gradients over the same microbatches. The
+vocabulary is small, so that embedding and head cost next to nothing on either side. F, B, W and BW
+of one rank's layers are measured alone; from them come two predictions: dependencies alone, and
+ranks in step as the tick table has them. Times are medians, loss and gradients only.
+
+Before anything is timed, loss and gradient norm must be those of the unpipelined model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mxjax.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainingConfig,
+)
+from mxjax.pipeline.configure import training_table
+from mxjax.pipeline.simulate import Costs, simulate
+from mxjax.pipeline.split import split_layer
+from mxjax.pipeline.ticks import time_of_ticks
+from mxjax.sharding.mesh import build_mesh
+from mxjax.training.gradients import BATCH_SPEC
+from mxjax.training.optimizer import global_norm
+from mxjax.training.pipelined import PipelinedObjective, _Staged, build_objective
+
+LLAMA = ModelConfig(
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=512,
+)
+MOE = MoEConfig(
+    num_experts=16, router_topk=4, moe_ffn_hidden_size=2048, capacity_buckets=(1.0,),
+    force_balanced=True,
+)  # fmt: skip
+VARIANTS = {
+    "gpipe": {"schedule": "gpipe", "cells": "full"},
+    "1f1b": {"schedule": "1f1b", "cells": "full"},
+    "1f1b-split": {"schedule": "1f1b", "cells": "split"},
+    "1f1b-joint": {"schedule": "1f1b", "cells": "joint"},
+    "interleaved": {"schedule": "interleaved", "cells": "full"},
+    "interleaved-joint": {"schedule": "interleaved", "cells": "joint"},
+    "zbh1": {"schedule": "zbh1"},
+    "zbv": {"schedule": "zbv"},
+    "dualpipev": {"schedule": "dualpipev"},
+}
+
+
+def configuration(args, num_layers: int, **changes) -> Config:
+    """A model of so many layers."""
+    model = dataclasses.replace(LLAMA, num_layers=num_layers, hidden_size=args.hidden)
+    if args.hidden != LLAMA.hidden_size:  # to try the script on a small machine
+        heads = args.hidden // 32
+        model = dataclasses.replace(
+            model, ffn_hidden_size=2 * args.hidden, num_attention_heads=heads, num_query_groups=None
+        )
+    moe = MOE if args.model == "moe" else MoEConfig()
+    config = Config(
+        model=model,
+        moe=moe,
+        data=DataConfig(document_mask=False),
+        parallel=ParallelConfig(dp=1, zero_stage=0),
+        training=TrainingConfig(
+            seq_length=args.seq_length,
+            global_batch_size=args.microbatches,
+            num_microbatches=args.microbatches,
+            scan_layers=args.scan,
+        ),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def arrays(config: Config, objective):
+    """Weights that are the same for the same model, and a batch."""
+    whole = build_objective(
+        dataclasses.replace(config, parallel=ParallelConfig(dp=1)),
+        build_mesh(ParallelConfig(dp=1), jax.devices()[:1]),
+    )
+
+    def initial(key):
+        params = whole.model.init(key)
+        parts = objective.model.parts
+        placed = {}
+        for name, tree in params.items():
+            places = parts[name].places
+            if places is not None:
+                tree = jax.tree.map(lambda a, places=places: a[places], tree)
+            placed[name] = tree
+        return placed
+
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(objective.mesh, spec), objective.param_specs
+    )
+    params = jax.jit(initial, out_shardings=shardings)(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    training = config.training
+    shape = (training.num_microbatches, 1, training.seq_length)
+    tokens = rng.integers(0, config.model.vocab_size, shape).astype(np.int32)
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, -1),
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
+    }
+    batch = jax.device_put(batch, NamedSharding(objective.mesh, BATCH_SPEC))
+    return params, objective.model.initial_expert_bias(), batch, jax.random.key(1)
+
+
+@dataclasses.dataclass
+class Timed:
+    """A step."""
+
+    seconds: float
+    compile_seconds: float
+    temp_gib: float
+    loss: float
+    norm: float
+
+
+def timed(config: Config, num_devices: int, steps: int, options: dict) -> Timed:
+    """Compiles, checks and times loss and gradients."""
+    capacity = 1.0 if config.moe.num_experts else float("inf")
+    mesh = build_mesh(config.parallel, jax.devices()[:num_devices])
+    objective = build_objective(config, mesh, capacity)
+    inputs = arrays(config, objective)
+    started = time.perf_counter()
+    lowered = jax.jit(objective.loss_and_gradients()).lower(*inputs)
+    compiled = lowered.compile(compiler_options=options)
+    compile_seconds = time.perf_counter() - started
+    grads, stats = compiled(*inputs)
+    loss, norm = float(stats.loss), float(jax.jit(global_norm)(grads))
+    del grads
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        result = jax.block_until_ready(compiled(*inputs))
+        seconds.append(time.perf_counter() - started)
+        del result
+    temp = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    return Timed(statistics.median(seconds), compile_seconds, temp, loss, norm)
+
+
+def measure_costs(config: Config) -> Costs:
+    """F, B, W and BW of all layers of `config` for one microbatch, on one GPU, in ms."""
+    mesh = build_mesh(config.parallel, jax.devices()[:1])
+    config = dataclasses.replace(config, pipeline=PipelineConfig(schedule="gpipe"))
+    objective = PipelinedObjective(config, mesh, 1.0 if config.moe.num_experts else float("inf"))
+    params, bias, batch, key = arrays(config, objective)
+    (kind,) = objective.stacks.kinds
+
+    def shard(function):
+        whole = PartitionSpec()
+        return jax.jit(
+            jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        )
+
+    def prepare(params, bias, batch, key):
+        objective_layers, _ = objective._layers_and_outer(params)
+        layers = objective_layers[kind]
+        if not isinstance(layers, list):
+            layers = [
+                jax.tree.map(lambda a, i=i: a[i], layers) for i in range(config.model.num_layers)
+            ]
+        staged = _Staged(objective, bias, batch, key)
+        side = staged.side(kind, staged.context(jnp.int32(0)), jnp.int32(0))
+        return layers, side, staged.embed(objective._layers_and_outer(params)[1], jnp.int32(0))
+
+    layers, side, x = shard(prepare)(params, bias, batch, key)
+    split = None
+
+    def the_split(weights, x, side, bias, batch, key):
+        nonlocal split
+        staged = _Staged(objective, bias, batch, key)
+        split = split_layer(lambda w, x, s: staged.layer(kind, w, x, s), weights, x, side)
+        return split
+
+    def forward(layers, x, side, bias, batch, key):
+        split, kept = the_split(layers[0], x, side, bias, batch, key), []
+        for weights in layers:
+            x, _, _, residuals = split.forward(weights, x, side)
+            kept.append(residuals)
+        return x, kept
+
+    F = shard(forward)
+    y, kept = F(layers, x, side, bias, batch, key)
+
+    def backward(layers, side, kept, dy):
+        cuts = []
+        for weights, residuals in zip(layers[::-1], kept[::-1], strict=True):
+            dy, cut = split.backward(weights, side, residuals, dy)
+            cuts.append(cut)
+        return dy, cuts[::-1]
+
+    def wanted(residuals):
+        return [r for r, w in zip(residuals, split.for_weights, strict=True) if w]
+
+    def add(totals, grads):
+        grads = jax.lax.optimization_barrier(grads)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
+
+    def weight_gradients(totals, layers, side, kept, cuts):
+        return [
+            add(total, split.weight_gradients(weights, side, wanted(residuals), cut))
+            for total, weights, residuals, cut in zip(totals, layers, kept, cuts, strict=True)
+        ]
+
+    def both(totals, layers, side, kept, dy):
+        new = []
+        for total, weights, residuals in zip(totals[::-1], layers[::-1], kept[::-1], strict=True):
+            dy, grads = split.backward_both(weights, side, residuals, dy)
+            new.append(add(total, grads))
+        return dy, new[::-1]
+
+    B, W, BW = shard(backward), shard(weight_gradients), shard(both)
+    _, cuts = B(layers, side, kept, y)
+    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), layers)
+    calls = {
+        "F": lambda: F(layers, x, side, bias, batch, key),
+        "B": lambda: B(layers, side, kept, y),
+        "W": lambda: W(totals, layers, side, kept, cuts),
+        "BW": lambda: BW(totals, layers, side, kept, y),
+    }
+    times = {}
+    for name, call in calls.items():
+        jax.block_until_ready(call())
+        started = time.perf_counter()
+        for _ in range(10):
+            result = call()
+        jax.block_until_ready(result)
+        times[name] = (time.perf_counter() - started) * 100
+    size = sum(math.prod(r.shape) * r.dtype.itemsize for r in split.residuals)
+    cut = sum(math.prod(r.shape) * r.dtype.itemsize for r in split.cut)
+    print(
+        f"one rank's layers, ms: { ({k: round(v, 2) for k, v in times.items()}) }; per layer "
+        f"{size / 2**20:.0f} MiB of residuals, {cut / 2**20:.0f} MiB of cut",
+        flush=True,
+    )
+    return Costs(**times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=["llama", "moe"], default="llama")
+    parser.add_argument("--schedules", default=",".join(VARIANTS))
+    parser.add_argument("--layers", type=int, default=4, help="of one rank")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--scan", action="store_true", help="scan over layers")
+    parser.add_argument("--transfers", default="auto")
+    parser.add_argument("--json")
+    parser.add_argument("--xla", default="", help="compiler options, as name=value,name=value")
+    args = parser.parse_args()
+    options = dict(option.split("=") for option in args.xla.split(",") if option)
+    half = configuration(args, args.layers)
+    costs = measure_costs(half)
+    ideal = timed(half, 1, args.steps, options)
+    print(f"ideal: {ideal.seconds * 1e3:.1f} ms, temp {ideal.temp_gib:.1f} GiB", flush=True)
+    whole = timed(configuration(args, 2 * args.layers), 1, 1, options)
+    print(f"unpipelined: loss {whole.loss:.6f}, gradient norm {whole.norm:.6f}", flush=True)
+    print(
+        f"{'schedule':18} {'step ms':>8} {'/ ideal':>8} {'deps.':>7} {'ticks':>7} {'temp GiB':>9} "
+        f"{'compile s':>10}"
+    )
+    rows = []
+    for name in args.schedules.split(","):
+        pipeline = PipelineConfig(
+            **VARIANTS[name], costs=(costs.F, costs.B, costs.W), transfers=args.transfers
+        )
+        config = configuration(
+            args,
+            2 * args.layers,
+            pipeline=pipeline,
+            parallel=ParallelConfig(pp=2, dp=1, zero_stage=0),
+        )
+        table = training_table(
+            config,
+            PipelinedObjective(config, build_mesh(config.parallel, jax.devices()[:2])).stacks,
+        )
+        plain = args.microbatches * (costs.F + costs.BW)
+        row = {
+            "schedule": name,
+            "dependencies": simulate(table.schedule, costs).makespan / plain,
+            "ticks": time_of_ticks(table, costs) / plain,
+        }
+        try:
+            found = timed(config, 2, args.steps, options)
+        except Exception as error:  # one that does not fit shall not hide the others
+            print(f"{name:18} {str(error)[:150]}", flush=True)
+            continue
+        for what in ("loss", "norm"):
+            off = abs(getattr(found, what) / getattr(whole, what) - 1)
+            if not off < 1e-2:
+                raise SystemExit(f"{name}: {what} {getattr(found, what)} is off by {off:.1e}")
+        row |= {"ratio": found.seconds / ideal.seconds} | dataclasses.asdict(found)
+        rows.append(row)
+        print(
+            f"{name:18} {found.seconds * 1e3:8.1f} {row['ratio']:8.3f} "
+            f"{row['dependencies']:7.3f} {row['ticks']:7.3f} {found.temp_gib:9.1f} "
+            f"{found.compile_seconds:10.1f}",
+            flush=True,
+        )
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(
+                {
+                    "costs": dataclasses.asdict(costs),
+                    "ideal": dataclasses.asdict(ideal),
+                    "rows": rows,
+                },
+                file,
+                indent=1,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: a folder of safetensors with a ``config.json``, both ways."""

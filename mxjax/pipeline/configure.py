@@ -1,0 +1,93 @@
+"""The layout and the schedule that a configuration asks for. No JAX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mxjax.pipeline.layout import StageLayout, count_stages, make_layout
+from mxjax.pipeline.schedule import Schedule
+from mxjax.pipeline.schedules import SCHEDULES, forward_only, make_schedule
+from mxjax.pipeline.simulate import Costs
+from mxjax.pipeline.stacks import Stacks
+from mxjax.pipeline.ticks import TickTable, compile_ticks, time_of_ticks
+
+if TYPE_CHECKING:  # the configuration's rules import this module
+    from mxjax.config.schema import Config
+
+
+def num_chunks(config: Config) -> int:
+    """Chunks of layers on each rank: `pipeline.vpp` with its default filled in."""
+    pipeline = config.pipeline
+    if pipeline.vpp is not None:
+        return pipeline.vpp
+    info = SCHEDULES[pipeline.schedule]
+    if pipeline.layout is not None and info.interleaved:
+        return max(1, count_stages(pipeline.layout) // config.parallel.pp)
+    return 2 if info.interleaved or info.placement == "v" else 1
+
+
+def stage_layout(config: Config) -> StageLayout:
+    """Which layer lies where.
+
+    Raises:
+      LayoutError: the layers do not add up; its `key` is an argument of `make_layout`.
+    """
+    pipeline = config.pipeline
+    return make_layout(
+        config.model.num_layers,
+        config.parallel.pp,
+        num_chunks(config),
+        SCHEDULES[pipeline.schedule].placement,
+        mtp_num_layers=config.model.mtp_num_layers,
+        layout=pipeline.layout,
+        num_layers_in_first_pipeline_stage=pipeline.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=pipeline.num_layers_in_last_pipeline_stage,
+        account_for_embedding_in_pipeline_split=pipeline.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=pipeline.account_for_loss_in_pipeline_split,
+        empty_layers=pipeline.empty_layers,
+    )
+
+
+def training_schedule(config: Config, cells: str | None = None) -> Schedule:
+    """The schedule of a training step; `cells` in place of the configured ones.
+
+    Raises:
+      ScheduleError: it cannot be made for these numbers; its `key` is an argument of
+        `make_schedule`.
+    """
+    wanted = cells or config.pipeline.cells
+    return make_schedule(
+        config.pipeline.schedule,
+        config.parallel.pp,
+        config.training.num_microbatches,
+        num_chunks(config) if SCHEDULES[config.pipeline.schedule].interleaved else None,
+        "full" if wanted == "auto" else wanted,
+    )
+
+
+def costs(config: Config) -> Costs:
+    """`pipeline.costs`."""
+    forward, backward, weights = config.pipeline.costs
+    return Costs(F=forward, B=backward, W=weights)
+
+
+def training_table(config: Config, stacks: Stacks) -> TickTable:
+    """The tick table of a training step: of what the configuration leaves open, the fastest."""
+    pipeline = config.pipeline
+    forms = [pipeline.cells]
+    if pipeline.cells == "auto":
+        forms = [form for form in SCHEDULES[pipeline.schedule].cells if form != "joint"]
+    deferrals = {"auto": (False, True), "immediate": (False,), "deferred": (True,)}
+    tables = [
+        compile_ticks(training_schedule(config, form), stacks, deferred=deferred)
+        for form in forms
+        for deferred in deferrals[pipeline.transfers]
+    ]
+    return min(tables, key=lambda table: time_of_ticks(table, costs(config)))
+
+
+def evaluation_table(config: Config, stacks: Stacks, num_microbatches: int) -> TickTable:
+    """The tick table of a forward pass."""
+    layout = stacks.layout
+    schedule = forward_only(layout.num_ranks, num_microbatches, layout.num_chunks, layout.placement)
+    return compile_ticks(schedule, stacks)
