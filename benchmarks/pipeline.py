@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("--xla", default="", help="compiler options, as name=value,name=value")
     args = parser.parse_args()
     options = dict(option.split("=") for option in args.xla.split(",") if option)
+    options = {name: {"true": True, "false": False}.get(v, v) for name, v in options.items()}
     half = configuration(args, args.layers)
     costs = measure_costs(half)
     ideal = timed(half, 1, args.steps, options)

@@ -276,6 +276,8 @@ def assert_parity(small_config, loss_and_gradients):
         expected_grads, expected = loss_and_gradients(alone)
         assert stats.num_targets == expected.num_targets
         np.testing.assert_array_equal(stats.counts_LE, expected.counts_LE)
+        if all(getattr(config.parallel, axis) == 1 for axis in AXES[1:]):  # nor are tokens split
+            assert stats.needed_capacity == expected.needed_capacity
         for field in ("loss", "z_loss", "router_loss", "mtp_loss"):
             got, want = getattr(stats, field), getattr(expected, field)
             assert (got is None) == (want is None)

@@ -183,7 +183,7 @@ def _placed(
     arrays: Mapping[str, StreamedArray], programs: Programs, whole: bool, source: Path
 ) -> TrainState:
     """The state on the devices; without `whole` everything but the weights is fresh."""
-    abstract = programs.abstract_state
+    abstract = programs.layer_order.abstract_state
     wanted = {
         name: leaf
         for name, leaf in named_leaves(abstract).items()
@@ -207,20 +207,22 @@ def _placed(
     leaves = {name: place(arrays[name], leaf) for name, leaf in wanted.items()}
     if whole:
         names = list(named_leaves(abstract))
-        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in names])
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in names])
+        return programs.layer_order.from_model(state)
     params = jax.tree.unflatten(
         jax.tree.structure(abstract.params),
         [leaves[f"params.{name}"] for name in named_leaves(abstract.params)],
     )
-    shardings = programs.shardings
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     fresh = jax.jit(programs.optimizer.init, out_shardings=shardings.opt_state)
-    return TrainState(
+    state = TrainState(
         step=jax.device_put(jnp.zeros((), jnp.int32), shardings.step),
         params=params,
         opt_state=fresh(params),
         expert_bias=leaves.get("expert_bias"),
         halted=jax.device_put(jnp.zeros((), bool), shardings.halted),
     )
+    return programs.layer_order.from_model(state)
 
 
 def place(array: StreamedArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:

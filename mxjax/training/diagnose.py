@@ -62,9 +62,11 @@ def _broken(programs: Programs, tree: Params) -> Iterator[str]:
     )
     flags, first_layer = jax.device_get(check(tree)), 0
     for name, part in programs.objective.model.parts.items():
-        for layer in range(part.num_layers or 1):
+        layers = range(part.num_layers or 1)
+        place_of = layers if part.places is None else np.argsort(part.places)[-len(layers) :]
+        for layer in layers:
             for path, flag in jax.tree_util.tree_leaves_with_path(flags[name]):
-                if not flag.flat[layer]:
+                if not flag.flat[place_of[layer]]:
                     leaf = jax.tree_util.keystr(path, simple=True, separator=".")
                     where = f" of layer {first_layer + layer}" if part.num_layers else ""
                     yield f"{name}.{leaf}{where}"

@@ -255,7 +255,7 @@ class Trainer:
             "version": mxjax.__version__,
             "config": to_yaml(self.config),
         }
-        self.store.save(step, self.state, metadata)
+        self.store.save(step, self.programs.layer_order.to_model(self.state), metadata)
 
     def _restore_or_create(self) -> tuple[TrainState, int, dict[str, Any]]:
         """State, steps done, and the checkpoint's metadata (empty for a fresh start)."""
@@ -265,7 +265,9 @@ class Trainer:
             return self._initialize() if init.path else (self.programs.create_state(), 0, {})
         if init.path is not None:
             say(f"init_from.path: not read, as {self.store.directory} has checkpoint {step}")
-        state, metadata = self.store.restore(self.programs.abstract_state, step)
+        order = self.programs.layer_order
+        state, metadata = self.store.restore(order.abstract_state, step)
+        state = order.from_model(state)
         # None: imported from another program, whose data may be any.
         if metadata["data"] not in (None, self.data.train.fingerprint):
             raise CheckpointError(

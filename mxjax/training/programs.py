@@ -15,6 +15,7 @@ from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
 from mxjax.sharding.context_parallel import sequence_order
 from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
+from mxjax.training.layer_order import LayerOrder
 from mxjax.training.optimizer import build_optimizer
 from mxjax.training.pipelined import build_objective
 from mxjax.training.state import TrainState, initial_state, state_shardings
@@ -45,6 +46,8 @@ class Programs:
             abstract,
             self.shardings,
         )
+        self.layer_order = LayerOrder(self.objective, self.abstract_state)
+        """To and from the form of the state that checkpoints have."""
         self._compiled: dict[tuple[str, float], Future] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
 
