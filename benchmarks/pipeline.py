@@ -138,15 +138,19 @@ class Timed:
     norm: float
 
 
-def timed(config: Config, num_devices: int, steps: int, options: dict) -> Timed:
+def timed(config: Config, num_devices: int, steps: int, options: dict, stagewise=False) -> Timed:
     """Compiles, checks and times loss and gradients."""
     capacity = 1.0 if config.moe.num_experts else float("inf")
     mesh = build_mesh(config.parallel, jax.devices()[:num_devices])
     objective = build_objective(config, mesh, capacity)
     inputs = arrays(config, objective)
     started = time.perf_counter()
-    lowered = jax.jit(objective.loss_and_gradients()).lower(*inputs)
-    compiled = lowered.compile(compiler_options=options)
+    if stagewise:
+        compiled = objective.stagewise()
+        jax.block_until_ready(compiled(*inputs))  # compiles
+    else:
+        lowered = jax.jit(objective.loss_and_gradients()).lower(*inputs)
+        compiled = lowered.compile(compiler_options=options)
     compile_seconds = time.perf_counter() - started
     grads, stats = compiled(*inputs)
     loss, norm = float(stats.loss), float(jax.jit(global_norm)(grads))
@@ -154,10 +158,14 @@ def timed(config: Config, num_devices: int, steps: int, options: dict) -> Timed:
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
-        result = jax.block_until_ready(compiled(*inputs))
+        result = compiled(*inputs)
+        sent = time.perf_counter() - started
+        jax.block_until_ready(result)
         seconds.append(time.perf_counter() - started)
         del result
-    temp = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    if stagewise:
+        print(f"sent off after {sent * 1e3:.0f} ms")
+    temp = math.nan if stagewise else compiled.memory_analysis().temp_size_in_bytes / 2**30
     return Timed(statistics.median(seconds), compile_seconds, temp, loss, norm)
 
 
@@ -182,7 +190,7 @@ def measure_costs(config: Config) -> Costs:
             layers = [
                 jax.tree.map(lambda a, i=i: a[i], layers) for i in range(config.model.num_layers)
             ]
-        staged = _Staged(objective, bias, batch, key)
+        staged = _Staged(objective, bias, batch, key, None)
         side = staged.side(kind, staged.context(jnp.int32(0)), jnp.int32(0))
         return layers, side, staged.embed(objective._layers_and_outer(params)[1], jnp.int32(0))
 
@@ -191,7 +199,7 @@ def measure_costs(config: Config) -> Costs:
 
     def the_split(weights, x, side, bias, batch, key):
         nonlocal split
-        staged = _Staged(objective, bias, batch, key)
+        staged = _Staged(objective, bias, batch, key, None)
         split = split_layer(lambda w, x, s: staged.layer(kind, w, x, s), weights, x, side)
         return split
 
@@ -271,6 +279,7 @@ def main() -> None:
     parser.add_argument("--scan", action="store_true", help="scan over layers")
     parser.add_argument("--transfers", default="auto")
     parser.add_argument("--json")
+    parser.add_argument("--stagewise", action="store_true", help="one program per cell")
     parser.add_argument("--xla", default="", help="compiler options, as name=value,name=value")
     args = parser.parse_args()
     options = dict(option.split("=") for option in args.xla.split(",") if option)
@@ -307,7 +316,7 @@ def main() -> None:
             "ticks": time_of_ticks(table, costs) / plain,
         }
         try:
-            found = timed(config, 2, args.steps, options)
+            found = timed(config, 2, args.steps, options, args.stagewise)
         except Exception as error:  # one that does not fit shall not hide the others
             print(f"{name:18} {str(error)[:150]}", flush=True)
             continue

@@ -231,7 +231,8 @@ def loss_and_gradients(mesh_of, packed_batch, random_weights):
             params,
             objective.param_specs,
         )
-        function = jax.jit(objective.loss_and_gradients())
+        stagewise = config.pipeline.executor == "stagewise"
+        function = objective.stagewise() if stagewise else jax.jit(objective.loss_and_gradients())
         order = sequence_order(config.training.seq_length, config.parallel.cp)
         batch = {name: array[..., order] for name, array in packed_batch(config).items()}
         grads, stats = jax.device_get(function(params, bias, batch, jax.random.key(1)))

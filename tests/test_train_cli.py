@@ -16,7 +16,7 @@ from mxjax.sharding import mesh
         ("model: {num_layers: 0}", [], "model.num_layers: 0 -- must be at least 1"),
         ("optimizer: {seq_length: 8}", [], "did you mean training.seq_length?"),
         ("{}", ["moe.num_experts=8", "moe.router_topk=9"], "moe.router_topk: 9 -- must be at most"),
-        ("{}", ["parallel.pp=2", "parallel.dp=1"], "parallel.pp: 2 -- "),
+        ("{}", ["parallel.ep=2", "parallel.dp=1"], "parallel.ep: 2 -- "),
         ("model: [", [], "is not valid YAML"),
         ("", [], "an empty file is written {}"),
     ],

@@ -107,35 +107,18 @@ def dist_leaves(checkpoint: DistCheckpoint, folder: Path) -> dict[str, Leaf]:
 
 
 def run_leaves(folder: Path) -> dict[str, Leaf]:
-    """Arrays and metadata of one step of our own, read through Orbax one at a time."""
+    """Arrays and metadata of one step of our own; arrays are read one at a time."""
     # Here, because JAX is slow to import and the other kinds do without.
-    import orbax.checkpoint as ocp
-    from etils import epath
+    from mxjax.ckpt.run_arrays import RunArrays
 
-    from mxjax.ckpt.tree import named_leaves, nested
-
-    path = epath.Path(folder.absolute()) / "state"
-    handler = ocp.PyTreeCheckpointHandler()
-
-    def read(name: str) -> np.ndarray:
-        restore = ocp.args.PyTreeRestore(
-            item=nested({name: 0}),
-            restore_args=nested({name: ocp.RestoreArgs(restore_type=np.ndarray)}),
-            partial_restore=True,
-        )
-        try:
-            return named_leaves(handler.restore(path, args=restore))[name]
-        except Exception as error:
-            raise CheckpointFormatError(f"{path}: {name} cannot be read: {error}") from error
-
+    arrays = RunArrays(folder)
     try:
-        arrays = named_leaves(ocp.StandardCheckpointHandler().metadata(path).tree)
         metadata = json.loads((folder / "metadata" / "metadata").read_text())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointFormatError(f"{folder} cannot be read: {error}") from error
     found: dict[str, Leaf] = {
-        name: LazyTensor(tuple(a.shape), np.dtype(a.dtype), lambda name=name: read(name))
-        for name, a in arrays.items()
+        name: LazyTensor(shape, arrays.dtypes[name], lambda name=name: arrays.whole(name))
+        for name, shape in arrays.shapes.items()
     }
     return found | flatten(metadata, "metadata")
 

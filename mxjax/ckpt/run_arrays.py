@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from mxjax.ckpt.locate import Kind, locate
 from mxjax.ckpt.tree import named_leaves
 from mxjax.config import Config, load_settings
 
-_CACHE_BYTES = 1 << 28
+_CACHE_BYTES = 1 << 26
 """Decoded chunks kept beside the largest: a stored chunk may hold many blocks, which are asked for
 one after the other."""
 
@@ -49,6 +50,7 @@ class RunArrays:
 
     Attributes:
       shapes: of all arrays, by name.
+      dtypes: the same.
 
     Raises:
       CheckpointFormatError: the checkpoint is damaged.
@@ -60,9 +62,9 @@ class RunArrays:
             tree = ocp.StandardCheckpointHandler().metadata(epath.Path(self._folder)).tree
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointFormatError(f"{folder} cannot be read: {error}") from error
-        self.shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(tree).items()}
-        largest = max(self._chunk_bytes(name) for name in self.shapes)
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": largest + _CACHE_BYTES}})
+        leaves = named_leaves(tree)
+        self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
         self._stores: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: tuple[int, ...] = ()) -> np.ndarray:
@@ -73,10 +75,26 @@ class RunArrays:
         """
         if name not in self._stores:
             self._stores[name] = self._open(name, self._context)
+        return self._read(name, self._stores[name][index])
+
+    def whole(self, name: str) -> np.ndarray:
+        """An array that is wanted once: nothing of it is kept.
+
+        Raises:
+          CheckpointFormatError: it cannot be read.
+        """
+        return self._read(name, self._open(name))
+
+    def _read(self, name: str, store: ts.TensorStore) -> np.ndarray:
         try:
-            return self._stores[name][index].read().result()
+            return store.read().result()
         except ValueError as error:
             raise self._unreadable(name, error) from error
+
+    @functools.cached_property
+    def _context(self) -> ts.Context:
+        largest = max(self._chunk_bytes(name) for name in self.shapes)
+        return ts.Context({"cache_pool": {"total_bytes_limit": largest + _CACHE_BYTES}})
 
     def _open(self, name: str, context: ts.Context | None = None) -> ts.TensorStore:
         spec = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -27,6 +28,8 @@ from etils import epath
 from mxjax.ckpt.pending import PendingSave, WatchedStateHandler
 from mxjax.ckpt.tree import differences, named_leaves, nested
 from mxjax.config.schema import CheckpointConfig
+
+_LARGE_BYTES = 1 << 26
 
 # What Orbax calls the directory of a step until it is complete.
 _UNCOMMITTED = re.compile(r"\d+\.orbax-checkpoint-tmp(-\d+)?")
@@ -336,10 +339,20 @@ def _save_items(step: int, state: Any, metadata: Mapping[str, Any]) -> ocp.args.
         raise CheckpointSaveError(
             f"Checkpoint {step} not saved: its metadata is not JSON: {error}"
         ) from error
+    chunks = {name: _chunks(leaf) for name, leaf in arrays.items()}
     return ocp.args.Composite(
-        state=ocp.args.StandardSave(nested(arrays)),
+        state=ocp.args.StandardSave(nested(arrays), save_args=nested(chunks)),
         metadata=ocp.args.JsonSave(dict(metadata)),
     )
+
+
+def _chunks(leaf: jax.Array) -> ocp.SaveArgs:
+    """A device's part of an array is stored in one piece, or layer by layer if it is large: who
+    reads one layer has to decode the pieces that it is in."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    # What has two dims is no stack of matrices but the embedding or the head.
+    large = leaf.ndim > 2 and math.prod(shape) * leaf.dtype.itemsize > _LARGE_BYTES
+    return ocp.SaveArgs(shard_axes=(0,) if large else ())
 
 
 def _broken_json(path: Path) -> list[Path]:

@@ -268,9 +268,13 @@ class PipelineConfig:
     """gpipe, 1f1b, interleaved: `full` computes both gradients at once, `split` sends that of the
     input on before it computes those of weights, `joint` runs a forward and a backward pass at the
     same time (more memory); `auto`: the fastest by simulation, without `joint`."""
+    executor: Literal["auto", "one_program", "stagewise"] = "auto"
+    """`one_program`: the whole step is one compiled program; `stagewise`: one for each kind of cell
+    and rank, which the host sends off in order: faster, for one process that drives all GPUs;
+    `auto`: stagewise where one process drives several GPUs."""
     transfers: Literal["auto", "immediate", "deferred"] = "auto"
-    """When a tensor crosses to the next rank: as soon as it is there, or just before it is needed;
-    `auto`: the faster by simulation."""
+    """one_program: a tensor crosses to the next rank as soon as it is there, or just before it is
+    needed; `auto`: the faster by simulation."""
     costs: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (1.0, 1.2, 0.8)
     """Time of a rank's layers for one microbatch: forward, gradient of the input, gradients of
     weights, in any unit. For the choices `auto` and for the bubble that `--plan` shows."""

@@ -95,6 +95,11 @@ class Part:
         return sizes if self.places is None else sizes // len(self.places) * self.num_layers
 
     @property
+    def filled(self) -> float:
+        """Share of the places that hold a layer."""
+        return 1.0 if self.places is None else self.num_layers / len(self.places)
+
+    @property
     def layer_infos(self) -> dict:
         """`infos` of a single layer of a stacked part."""
         return jax.tree.map(

@@ -60,7 +60,7 @@ def training_schedule(config: Config, cells: str | None = None) -> Schedule:
         config.pipeline.schedule,
         config.parallel.pp,
         config.training.num_microbatches,
-        num_chunks(config) if SCHEDULES[config.pipeline.schedule].interleaved else None,
+        num_chunks(config),
         "full" if wanted == "auto" else wanted,
     )
 
@@ -73,17 +73,28 @@ def costs(config: Config) -> Costs:
 
 def training_table(config: Config, stacks: Stacks) -> TickTable:
     """The tick table of a training step: of what the configuration leaves open, the fastest."""
+    return training_choice(config, stacks)[0]
+
+
+def training_choice(config: Config, stacks: Stacks) -> tuple[TickTable, str, str]:
+    """The same with what was chosen for `pipeline.cells` and `pipeline.transfers`."""
     pipeline = config.pipeline
     forms = [pipeline.cells]
     if pipeline.cells == "auto":
         forms = [form for form in SCHEDULES[pipeline.schedule].cells if form != "joint"]
-    deferrals = {"auto": (False, True), "immediate": (False,), "deferred": (True,)}
-    tables = [
-        compile_ticks(training_schedule(config, form), stacks, deferred=deferred)
+    deferrals = [pipeline.transfers]
+    if pipeline.transfers == "auto":
+        deferrals = ["immediate", "deferred"]
+    choices = [
+        (
+            compile_ticks(training_schedule(config, form), stacks, deferred=when == "deferred"),
+            form,
+            when,
+        )
         for form in forms
-        for deferred in deferrals[pipeline.transfers]
+        for when in deferrals
     ]
-    return min(tables, key=lambda table: time_of_ticks(table, costs(config)))
+    return min(choices, key=lambda choice: time_of_ticks(choice[0], costs(config)))
 
 
 def evaluation_table(config: Config, stacks: Stacks, num_microbatches: int) -> TickTable:

@@ -17,9 +17,8 @@ from jax.extend import core
 
 _BODIES = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
+    "remat2": "jaxpr",  # of jax.checkpoint
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }

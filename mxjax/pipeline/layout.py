@@ -304,11 +304,13 @@ def _layers_of_ranks(
     middle = num_ranks - len(given)
     left = num_layers - sum(given)
     if left < 0 or (left and not middle) or (middle and left % middle):
-        raise LayoutError(
-            key,
-            f"{' + '.join(map(str, given))} = {sum(given)} layers on the given ranks leave {left} "
-            f"of {num_layers} for the other {middle}, which does not divide; change one of them",
-        )
+        total = " + ".join(map(str, given)) + (f" = {sum(given)}" if len(given) > 1 else "")
+        rest = f"leave {left} of {num_layers} for the other {middle}, which does not divide"
+        if left < 0:
+            rest = f"are more than the {num_layers} that there are"
+        elif not middle:
+            rest = f"leave {left} of {num_layers} for no rank"
+        raise LayoutError(key, f"{total} layers on the given ranks {rest}; change one of them")
     each = left // middle if middle else 0
     per_rank = [each] * num_ranks
     if first is not None:

@@ -118,6 +118,12 @@ def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSpli
     residuals = _cut(graph, free, forward, [d_x, *d_params], early={in_x}, late={in_dy})
     given = set(residuals)
     backward = graph.needed([d_x], given)
+    # What a recompute policy computes again for W alone (the output of attention) is better done in
+    # B, which has its inputs (the scores).
+    from_dy = graph.dependents([in_dy])
+    backward += [
+        op for op in graph.needed(d_params, given) if from_dy.isdisjoint((*op.inputs, *op.outputs))
+    ]
     crossing = _cut(graph, free, backward, d_params, early={in_dy}, given=given)
     cut = [value for value in crossing if value not in given]
     for_weights = tuple(value in crossing for value in residuals)

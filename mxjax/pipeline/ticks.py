@@ -155,7 +155,12 @@ class _Compiler:
         for ring, ranks in self.lives.items():
             colours = [_colour(intervals) for intervals in ranks]
             slots[ring] = max(number for _, number in colours)
-            places[ring] = {key: slot for found, _ in colours for key, slot in found.items()}
+            places[ring] = {
+                name: slot
+                for found, _ in colours
+                for names, slot in found.items()
+                for name in names
+            }
         transfers, patterns, pattern, channels = self._exchanges(places)
         flavours, rows = self._rows(places, slots)
         self._exchange_rows(rows, transfers, slots, channels)
@@ -172,14 +177,14 @@ class _Compiler:
             transfers=tuple(tuple(t for t, _ in tick) for tick in transfers),
         )
 
-    def _live(self, ring: str, rank: int, start: int, end: int, key: object) -> None:
+    def _live(self, ring: str, rank: int, start: int, end: int, *names: object) -> None:
         ranks = self.lives.setdefault(ring, [[] for _ in range(self.schedule.num_ranks)])
-        ranks[rank].append((start, end, key))
+        ranks[rank].append((start, end, names))
 
     def _streams(self) -> None:
         """Lives of residual streams and their gradients, and where they cross between ranks.
 
-        Keys are ("in", op) for an op's input and ("out", op) for its output.
+        Their names are ("in", op) for an op's input and ("out", op) for its output.
         """
         schedule, last = self.schedule, self.schedule.num_stages - 1
         for ring in ("x", "g"):
@@ -211,7 +216,8 @@ class _Compiler:
         end = used * _PHASES + _READ
         if source == target:
             # One slot is both.
-            self._live(ring, source, made * _PHASES + _WRITE, end, ("both", maker, user))
+            start = made * _PHASES + _WRITE
+            self._live(ring, source, start, end, ("out", maker), ("in", user))
             return
         tick = used - 1 if self.deferred else made
         crossing = tick * _PHASES + _EXCHANGE
@@ -288,10 +294,11 @@ class _Compiler:
                 rows["cell"][tick, rank] = flavours.setdefault(self._flavour(cell), len(flavours))
                 for op in cell:
                     for name, value in self._row(op, places):
-                        ring = _ring_of(name)
-                        spare = 0 if ring is None else slots[ring]
-                        column = rows.setdefault(name, np.full(shape, spare, np.int32))
-                        column[tick, rank] = value
+                        if name not in rows:
+                            ring = _ring_of(name)
+                            spare = 0 if ring is None else slots[ring]
+                            rows[name] = np.full(shape, spare, np.int32)
+                        rows[name][tick, rank] = value
         return tuple(flavours), rows
 
     def _flavour(self, cell: Cell) -> Flavour:
@@ -308,18 +315,18 @@ class _Compiler:
         last = self.schedule.num_stages - 1
         parts = op.parts
         if op.kind is Kind.F:
-            yield "F.x", _place(places["x"], "in", op)
-            yield "F.y", _place(places["x"], "out", op)
+            yield "F.x", places["x"]["in", op]
+            yield "F.y", places["x"]["out", op]
             if op.stage == 0:
                 yield "embed", 1
             if op.stage == last:
                 yield "head", 1
                 if not self.schedule.forward_only:
                     target = Op(Kind.B, op.stage, op.microbatch)
-                    yield "F.g", _place(places["g"], "in", target)
+                    yield "F.g", places["g"]["in", target]
         elif op.kind is not Kind.W:
-            yield "B.g", _place(places["g"], "in", parts[0])
-            yield "B.dx", _place(places["g"], "out", parts[0])
+            yield "B.g", places["g"]["in", parts[0]]
+            yield "B.dx", places["g"]["out", parts[0]]
             if op.stage == 0:
                 yield "embed_gradient", 1
         rings = {
@@ -393,14 +400,6 @@ def _colour(intervals: list[tuple[int, int, object]]) -> tuple[dict[object, int]
         found[key] = slot
         busy.append((end, slot))
     return found, number
-
-
-def _place(places: Mapping[object, int], side: str, op: Op) -> int:
-    """Slot of an op's input or output."""
-    if (side, op) in places:
-        return places[side, op]
-    which = 2 if side == "in" else 1
-    return next(slot for key, slot in places.items() if key[0] == "both" and key[which] == op)
 
 
 def _move_order(move) -> tuple:

@@ -30,7 +30,7 @@ def where_nonfinite(
     model = programs.objective.model
     for place in _broken(programs, state.params):
         return f"parameter {place}"
-    key = step_key(programs.config.training.seed, state)
+    key = step_key(programs.config.training.seed, state.step)
     evaluate = programs.evaluation(capacity_factor)
     stats, finite = evaluate(state.params, state.expert_bias, batch, key)
     layers = np.concatenate([np.asarray(finite[group]) for group in model.layer_groups])

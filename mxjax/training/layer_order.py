@@ -10,8 +10,8 @@ Shapes: P pipeline ranks, K places of a rank, L layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from mxjax.training.state import TrainState
 class _Stack:
     """How one array is rearranged."""
 
-    places: np.ndarray
+    places: tuple[int, ...]
     num_layers: int
     here: NamedSharding
     """Of the array as ranks hold it, [P K, ...]."""
@@ -36,6 +36,12 @@ class _Stack:
     """Of the array in the order of the model, [L, ...]."""
     dim: int | None
     """Which dim is cut over `pp` there; None: none can be, each rank has all."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold places of their own. Of small arrays (Adafactor's factors) each has
+        all."""
+        return "pp" in jax.tree.leaves(tuple(self.here.spec[:1]))
 
 
 class LayerOrder:
@@ -84,6 +90,10 @@ def _part_of(path: tuple, objective: Objective):
 
 def _describe(places: np.ndarray, num_layers: int, leaf: jax.ShapeDtypeStruct) -> _Stack:
     mesh: Mesh = leaf.sharding.mesh
+    order = tuple(places.tolist())
+    here = _Stack(order, num_layers, leaf.sharding, leaf.sharding, None)
+    if not here.is_split:
+        return here
     spec = list(leaf.sharding.spec) + [None] * (len(leaf.shape) - len(leaf.sharding.spec))
     local = leaf.sharding.shard_shape(leaf.shape)
     ranks = mesh.shape["pp"]
@@ -93,10 +103,10 @@ def _describe(places: np.ndarray, num_layers: int, leaf: jax.ShapeDtypeStruct) -
     if dim is not None:
         axes = spec[dim] or ()
         spec[dim] = (*((axes,) if isinstance(axes, str) else axes), "pp")
-    there = NamedSharding(mesh, PartitionSpec(*spec))
-    return _Stack(places, num_layers, leaf.sharding, there, dim)
+    return replace(here, there=NamedSharding(mesh, PartitionSpec(*spec)), dim=dim)
 
 
+@cache  # else every save would compile anew
 def _jitted(function, stack: _Stack, donate: bool) -> Any:
     specs = stack.here.spec, stack.there.spec
     source, target = specs if function is _gather_layers else specs[::-1]
@@ -112,7 +122,9 @@ def _jitted(function, stack: _Stack, donate: bool) -> Any:
 
 def _gather_layers(stack: _Stack, held_K: jax.Array) -> jax.Array:
     """[K, ...] -> [L, ...], of which each rank has a slice."""
-    order = np.argsort(stack.places)[np.sum(stack.places < 0) :]
+    order = np.argsort(stack.places)[stack.places.count(-1) :]
+    if not stack.is_split:
+        return held_K[order]
     if stack.dim is None:
         return lax.all_gather(held_K, "pp", axis=0, tiled=True)[order]
     sliced = lax.all_to_all(held_K, "pp", split_axis=stack.dim, concat_axis=0, tiled=True)
@@ -121,9 +133,12 @@ def _gather_layers(stack: _Stack, held_K: jax.Array) -> jax.Array:
 
 def _spread_layers(stack: _Stack, layers_L: jax.Array) -> jax.Array:
     """The inverse, with zeros where there is no layer."""
-    taken = (stack.places >= 0).reshape(-1, *[1] * (layers_L.ndim - 1))
-    held = jnp.where(taken, layers_L[np.maximum(stack.places, 0)], 0).astype(layers_L.dtype)
+    places = np.array(stack.places)
+    taken = (places >= 0).reshape(-1, *[1] * (layers_L.ndim - 1))
+    held = jnp.where(taken, layers_L[np.maximum(places, 0)], 0).astype(layers_L.dtype)
+    if not stack.is_split:
+        return held
     if stack.dim is None:
-        K = len(stack.places) // stack.here.mesh.shape["pp"]
+        K = len(places) // stack.here.mesh.shape["pp"]
         return lax.dynamic_slice_in_dim(held, lax.axis_index("pp") * K, K)
     return lax.all_to_all(held, "pp", split_axis=0, concat_axis=stack.dim, tiled=True)

@@ -6,7 +6,7 @@ the step, so that schedules follow the steps of the run even when updates were s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,15 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Arra
     return lambda step: joined(step + 1)
 
 
-def build_optimizer(config: OptimizerConfig, infos: dict) -> optax.GradientTransformation:
-    """The optimizer for parameters described by `infos`, with learning rate 1."""
+def build_optimizer(
+    config: OptimizerConfig, infos: dict, filled: Mapping[str, float] | None = None
+) -> optax.GradientTransformation:
+    """The optimizer for parameters described by `infos`, with learning rate 1.
+
+    Args:
+      filled: for each part of the model, the share of a stack's places that hold layers; the
+        others are zeros. None: all do.
+    """
 
     def decayed(params):
         return jax.tree_util.tree_map_with_path(
@@ -54,15 +61,19 @@ def build_optimizer(config: OptimizerConfig, infos: dict) -> optax.GradientTrans
     # Added to the finished update, which has its minus sign already: the same decoupled decay for
     # all. Muon's own would decay all that it leaves to AdamW, SGD's would gather in the momentum.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=decayed)
-    return optax.chain(_without_decay(config, infos), decay)
+    return optax.chain(_without_decay(config, infos, filled or {}), decay)
 
 
-def _without_decay(config: OptimizerConfig, infos: dict) -> optax.GradientTransformation:
+def _without_decay(
+    config: OptimizerConfig, infos: dict, filled: Mapping[str, float]
+) -> optax.GradientTransformation:
     if config.name == "adamw":
         return optax.adam(1.0, config.beta1, config.beta2, config.eps)
     if config.name == "adafactor":
         # Without parameter scaling a learning rate means the same as in the other optimizers.
-        return optax.adafactor(1.0, multiply_by_parameter_scale=False)
+        return optax.chain(
+            optax.scale_by_factored_rms(), _clip_by_block_rms(filled), optax.scale(-1.0)
+        )
     if config.name == "sgd":
         return optax.sgd(1.0, momentum=config.beta1)
     return contrib.muon(
@@ -75,6 +86,20 @@ def _without_decay(config: OptimizerConfig, infos: dict) -> optax.GradientTransf
         # Moonlight (Liu et al. 2025): update size like AdamW's, so that learning rates carry over.
         consistent_rms=0.2,
     )
+
+
+def _clip_by_block_rms(filled: Mapping[str, float]) -> optax.GradientTransformation:
+    """`optax.clip_by_block_rms(1.0)`, for which empty places do not count."""
+
+    def update(updates, state, params=None):
+        def clip(path, update):
+            places = filled.get(path[0].key, 1.0)
+            mean_square = jnp.mean(jnp.square(update)) / places
+            return update / jnp.maximum(1.0, jnp.sqrt(mean_square))
+
+        return jax.tree_util.tree_map_with_path(clip, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _muon_dims(info: ParamInfo) -> contrib.MuonDimensionNumbers | None:

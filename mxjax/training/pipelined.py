@@ -8,6 +8,7 @@ between steps ZeRO shards them over `pp` too.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +18,22 @@ from jax import lax
 from jax.sharding import Mesh
 
 from mxjax.config.schema import Config
-from mxjax.models.parts import Params
+from mxjax.models.parts import Params, unstack_layers
 from mxjax.models.transformer import LayerAux
 from mxjax.pipeline.configure import evaluation_table, stage_layout, training_table
 from mxjax.pipeline.executor import Pipeline
 from mxjax.pipeline.stacks import Stacks, in_order
+from mxjax.pipeline.stagewise import Stagewise
 from mxjax.remat.policy import rematerialise
 from mxjax.sharding import collectives
 from mxjax.sharding.mesh import DATA_AXES
-from mxjax.training.gradients import Batch, BatchStatistics, Objective
+from mxjax.training.gradients import (
+    BATCH_SPEC,
+    REPLICATED,
+    Batch,
+    BatchStatistics,
+    Objective,
+)
 
 
 def build_objective(config: Config, mesh: Mesh, capacity_factor: float = float("inf")) -> Objective:
@@ -57,25 +65,72 @@ class PipelinedObjective(Objective):
         )
 
     def _loss_and_gradients(self, params, bias_LE, batch: Batch, key):
-        staged = _Staged(self, bias_LE, batch, key)
+        num_targets = self._count_targets(batch)
+        staged = _Staged(self, bias_LE, batch, self._rank_key(key), num_targets)
         table = training_table(self.config, self.stacks)
         layers, outer = self._layers_and_outer(params)
-        grads, d_outer, stats = Pipeline(staged, table, layers, outer).train()
-        d_outer = {
-            name: self.zero[name].scatter_gradients(grad, self.model.infos[name])
-            for name, grad in d_outer.items()
+        sums = Pipeline(staged, table, layers, outer).train()
+        return self._finish(*sums, num_targets)
+
+    def stagewise(
+        self, compiler_options: Mapping[str, Any] | None = None
+    ) -> Callable[..., tuple[Params, BatchStatistics]]:
+        """As `loss_and_gradients`, in many programs that the host sends off: not for `jit`."""
+        schedule = training_table(self.config, self.stacks).schedule
+        runner = Stagewise(
+            self._staged_of, schedule, self.stacks, self.mesh, compiler_options or {}
+        )
+        begin = runner.over_mesh(
+            self._begin, (self.param_specs, REPLICATED, BATCH_SPEC, REPLICATED), None
+        )
+        finish = runner.over_mesh(self._finish, None, (self.param_specs, REPLICATED))
+
+        def run(params, bias_LE, batch, key):
+            inputs, layers, outer = begin(params, bias_LE, batch, key)
+            sums = runner.train(inputs, layers, outer)
+            return finish(*sums, inputs["num_targets"])
+
+        return run
+
+    def _begin(self, params, bias_LE, batch: Batch, key):
+        """What the programs of a stagewise step share, on one device."""
+        layers, outer = self._layers_and_outer(params)
+        layers = {
+            kind: tree if isinstance(tree, list) else unstack_layers(tree)
+            for kind, tree in layers.items()
         }
+        inputs = {
+            "bias_LE": bias_LE,
+            "batch": batch,
+            "key": jax.random.key_data(self._rank_key(key)),
+            "num_targets": self._count_targets(batch),
+        }
+        return inputs, layers, outer
+
+    def _staged_of(self, inputs) -> _Staged:
+        key = jax.random.wrap_key_data(inputs["key"])
+        return _Staged(self, inputs["bias_LE"], inputs["batch"], key, inputs["num_targets"])
+
+    def _finish(self, grads, d_outer, stats, num_targets):
+        """Gradients and statistics of the whole mesh, of one device's sums over microbatches."""
+        infos = self.model.infos
+        d_outer = {n: self.zero[n].scatter_gradients(d, infos[n]) for n, d in d_outer.items()}
         grads = self._stack(grads)
         if self.config.parallel.zero_stage == 1:
             grads = self._scatter(grads)
-        return self._sum(grads | d_outer), self._global(stats, staged.num_targets)
+        return self._sum(grads | d_outer), self._global(stats, num_targets)
+
+    @staticmethod
+    def _rank_key(key: jax.Array) -> jax.Array:
+        return jax.random.fold_in(key, collectives.axis_index(DATA_AXES))
 
     def _evaluate(self, params, bias_LE, batch: Batch, key):
-        staged = _Staged(self, bias_LE, batch, key=None)
+        num_targets = self._count_targets(batch)
+        staged = _Staged(self, bias_LE, batch, None, num_targets)
         table = evaluation_table(self.config, self.stacks, batch["tokens"].shape[0])
         stats, broken = Pipeline(staged, table, *self._layers_and_outer(params)).evaluate()
         broken = collectives.psum(broken, self.mesh.axis_names)
-        return self._global(stats, staged.num_targets), jax.tree.map(lambda b: b == 0, broken)
+        return self._global(stats, num_targets), jax.tree.map(lambda b: b == 0, broken)
 
     def _global(self, stats: BatchStatistics, num_targets) -> BatchStatistics:
         # Each stage has counted its own layers.
@@ -90,7 +145,7 @@ class PipelinedObjective(Objective):
 
     def _predict(self, what: str, params: Params, bias_LE, arrays) -> jax.Array:
         batch = jax.tree.map(lambda a: a[None], arrays)
-        staged = _Predicting(self, bias_LE, batch, key=None)
+        staged = _Predicting(self, bias_LE, batch, None, None)
         staged.what = what
         layers, outer = self._layers_and_outer(params)
         staged.like = jax.eval_shape(staged.predict, outer, staged.stream(), jnp.int32(0))
@@ -118,13 +173,15 @@ class PipelinedObjective(Objective):
 class _Staged:
     """An `Objective` and a batch [M, B, S] as the executor's `StagedModel`."""
 
-    def __init__(self, objective: PipelinedObjective, bias_LE, batch: Batch, key):
+    def __init__(
+        self, objective: PipelinedObjective, bias_LE, batch: Batch, key, num_targets
+    ) -> None:
+        """`key`: of this data rank; None: no dropout, and evaluation. `num_targets`: as of
+        `Objective._count_targets`; None for predictions."""
         self.objective, self.model = objective, objective.model
         self.bias_LE, self.batch = bias_LE, batch
         self.num_microbatches = batch["tokens"].shape[0]
-        self.num_targets = objective._count_targets(batch) if "targets" in batch else None
-        rank = collectives.axis_index(DATA_AXES)
-        self.key = None if key is None else jax.random.fold_in(key, rank)
+        self.num_targets, self.key = num_targets, key
         self.with_finite = key is None
         num_dense = self.model.model.num_layers - self.model.num_moe_layers
         self.first_layer = {"dense_layers": 0, "moe_layers": num_dense}

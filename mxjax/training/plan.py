@@ -23,6 +23,8 @@ from mxjax.sharding.hlo_collectives import KINDS, Collective, collectives
 from mxjax.training.flops import parameter_counts
 from mxjax.training.gradients import Objective
 from mxjax.training.metrics import Throughput
+from mxjax.training.pipeline_plan import PipelinePlan, as_lines, pipeline_plan
+from mxjax.training.pipelined import PipelinedObjective
 from mxjax.training.programs import Programs
 
 PLAN_VERSION = 1
@@ -98,7 +100,8 @@ class CollectivePlan:
     sent_bytes: int
     """Sum of `Collective.sent_bytes`: what the device must send at least."""
     exact: bool
-    """False: some are in a loop of unknown length, counted once, or in a branch."""
+    """False: some are in a loop of unknown length, counted once, or in a branch. In a
+    pipeline these are the cells of a tick, of which all are counted: an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,8 @@ class Plan:
     step: WorkPlan
     memory: MemoryPlan
     collectives: tuple[CollectivePlan, ...]
+    pipeline: PipelinePlan | None
+    """None with one pipeline rank."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers."""
@@ -124,14 +129,19 @@ class Plan:
 def make_plan(config: Config, mesh: Mesh) -> Plan:
     """Compile the training step of the first bucket and describe it."""
     programs = Programs(config, mesh)
+    executor = "stagewise" if programs.is_stagewise else "one_program"
+    if programs.is_stagewise:  # no program has all of its memory and collectives
+        pipeline = dataclasses.replace(config.pipeline, executor="one_program")
+        programs = Programs(dataclasses.replace(config, pipeline=pipeline), mesh)
     bucket = BucketChooser(config.moe.capacity_buckets).current
     started = time.perf_counter()
     compiled = programs.step(bucket)
     seconds = time.perf_counter() - started
     programs.close()
-    counts = parameter_counts(config.model, config.moe)
+    counts, objective = parameter_counts(config.model, config.moe), programs.objective
     # Counted, not computed from the configuration: there may be modules of one's own.
-    total = sum(part.num_parameters for part in programs.objective.model.parts.values())
+    total = sum(part.num_parameters for part in objective.model.parts.values())
+    staged = isinstance(objective, PipelinedObjective)
     work = Throughput.of(config.model, config.moe, config.training, list(mesh.devices.flat))
     return Plan(
         version=PLAN_VERSION,
@@ -146,6 +156,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         ),
         memory=_memory(programs, compiled),
         collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)),
+        pipeline=pipeline_plan(config, objective, executor) if staged else None,
     )
 
 
@@ -196,7 +207,7 @@ def weights_for_compute(objective: Objective, params: Any) -> int:
             if moved or plan.compute_dtype != master.dtype:
                 size += _shard_bytes(objective.mesh, info.shape, plan.compute_dtype, spec)
         if gathers_layers and part.num_layers is not None:
-            layers = jax.tree.leaves(part.infos)[0].shape[0]
+            layers = jax.tree.leaves(part.infos)[0].shape[0] // objective.mesh.shape["pp"]
             largest_layer = max(largest_layer, size // layers)
         else:
             total += size
@@ -207,15 +218,17 @@ def gradient_bytes(programs: Programs) -> int:
     """Bytes of one device's gradients, see `MemoryPlan.gradients`."""
     objective, state = programs.objective, programs.abstract_state
     training, stage = objective.config.training, objective.config.parallel.zero_stage
-    if training.num_microbatches > 1:
+    pipelined = isinstance(objective, PipelinedObjective)
+    if training.num_microbatches > 1 or pipelined:
+
+        def sharding(name: str):
+            # Pipeline stages sum up those of embedding and head whole.
+            whole = stage < 2 or (pipelined and name not in objective.stacks.kinds)
+            return objective.zero[name].compute if whole else objective.zero[name].stored
+
         return sum(
-            _shard_bytes(
-                objective.mesh,
-                info.shape,
-                jnp.float32,
-                (zero.compute if stage < 2 else zero.stored).spec(info.axes),
-            )
-            for name, zero in objective.zero.items()
+            _shard_bytes(objective.mesh, info.shape, jnp.float32, sharding(name).spec(info.axes))
+            for name in objective.zero
             for info in jax.tree.leaves(objective.model.parts[name].infos)
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -300,11 +313,15 @@ def as_table(plan: Plan) -> str:
     lines += ["", "collectives of one step, on one device"]
     lines.append(f"  {'axes':<16} {'kind':<18}" + "".join(f" {name:>12}" for name in columns))
     for c in plan.collectives:
-        count = f"{c.count:,}" if c.exact else f"{c.count:,} or more"
+        count = f"{c.count:,}"
+        if not c.exact:  # a rank has no cell in some ticks, and never all kinds of cells in one
+            count += " or more" if plan.pipeline is None else " at most"
         lines.append(
             f"  {'+'.join(c.axes):<16} {c.kind:<18} {count:>12} {_binary(c.bytes):>12}"
             f" {_binary(c.sent_bytes):>12}"
         )
+    if plan.pipeline is not None:
+        lines += ["", *as_lines(plan.pipeline)]
     if devices.kind == "cpu":
         lines += ["", CPU_NOTE]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from mxjax.training.layer_order import LayerOrder
 from mxjax.training.optimizer import build_optimizer
 from mxjax.training.pipelined import build_objective
 from mxjax.training.state import TrainState, initial_state, state_shardings
-from mxjax.training.step import build_step
+from mxjax.training.step import build_step, build_update, step_key
 
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """No atomics in scatter or reduction, and no choice of kernel by stopwatch."""
@@ -32,8 +33,11 @@ class Programs:
         self.config = config
         self.mesh = mesh
         self.objective = build_objective(config, mesh)
+        parts = self.objective.model.parts
         self.optimizer: optax.GradientTransformation = build_optimizer(
-            config.optimizer, self.objective.model.infos
+            config.optimizer,
+            self.objective.model.infos,
+            {name: part.filled for name, part in parts.items()},
         )
         self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
         self.sequence_order = sequence_order(config.training.seq_length, config.parallel.cp)
@@ -95,7 +99,35 @@ class Programs:
     def _objective(self, capacity_factor: float) -> Objective:
         return build_objective(self.config, self.mesh, capacity_factor)
 
+    @property
+    def is_stagewise(self) -> bool:
+        """Whether a step is many programs, see `PipelineConfig.executor`."""
+        executor = self.config.pipeline.executor
+        if self.config.parallel.pp == 1 or executor == "one_program":
+            return False
+        alone = jax.process_count() == 1
+        on_gpus = self.mesh.devices.flat[0].platform == "gpu"
+        return executor == "stagewise" or (alone and on_gpus)
+
+    def _stagewise_step(self, capacity_factor: float) -> Callable:
+        """A step whose programs are compiled as they are first needed."""
+        gradients = self._objective(capacity_factor).stagewise(self._compiler_options())
+        update = jax.jit(
+            build_update(self.config, self.optimizer, capacity_factor),
+            out_shardings=(self.shardings, self.replicated),
+            donate_argnums=(0, 1),
+        )
+        key_of = jax.jit(partial(step_key, self.config.training.seed))
+
+        def step(state: TrainState, batch: dict[str, jax.Array]):
+            key = key_of(state.step)
+            return update(state, *gradients(state.params, state.expert_bias, batch, key))
+
+        return step
+
     def _compile_step(self, capacity_factor: float) -> Any:
+        if self.is_stagewise:
+            return self._stagewise_step(capacity_factor)
         step = build_step(
             self.config, self._objective(capacity_factor), self.optimizer, capacity_factor
         )
@@ -110,7 +142,9 @@ class Programs:
         return self._compile(lowered)
 
     def _compile(self, lowered: Any) -> Any:
-        options = {}
+        return lowered.compile(compiler_options=self._compiler_options())
+
+    def _compiler_options(self) -> dict[str, Any]:
         if self.config.training.deterministic and jax.default_backend() == "gpu":
-            options = DETERMINISTIC_GPU_OPTIONS
-        return lowered.compile(compiler_options=options)
+            return DETERMINISTIC_GPU_OPTIONS
+        return {}

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from mxjax.config.schema import Config
+from mxjax.models.parts import Params
 from mxjax.moe.balance import load_factor, updated_bias
-from mxjax.training.gradients import Batch, Objective
+from mxjax.training.gradients import Batch, BatchStatistics, Objective
 from mxjax.training.optimizer import global_norm, learning_rate
 from mxjax.training.state import TrainState
 
@@ -50,13 +51,24 @@ def build_step(
     gradient is not finite under `nonfinite: stop`, or when the state came in halted. Under
     `nonfinite: skip` only the step count moves on.
     """
-    training, rate = config.training, learning_rate(config.optimizer, config.training.num_steps)
     loss_and_gradients = objective.loss_and_gradients()
-    skip = training.nonfinite == "skip"
+    update = build_update(config, optimizer, capacity_factor)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResult]:
-        key = step_key(training.seed, state)
-        grads, stats = loss_and_gradients(state.params, state.expert_bias, batch, key)
+        key = step_key(config.training.seed, state.step)
+        return update(state, *loss_and_gradients(state.params, state.expert_bias, batch, key))
+
+    return step
+
+
+def build_update(
+    config: Config, optimizer: optax.GradientTransformation, capacity_factor: float
+) -> Callable[[TrainState, Params, BatchStatistics], tuple[TrainState, StepResult]]:
+    """The part of a step that follows the gradients, to be jitted."""
+    training, rate = config.training, learning_rate(config.optimizer, config.training.num_steps)
+    skip = training.nonfinite == "skip"
+
+    def update(state: TrainState, grads: Params, stats: BatchStatistics):
         grad_norm = global_norm(grads)
         lr = jnp.asarray(rate(state.step), jnp.float32)
         updated = _update(config, optimizer, state, grads, grad_norm, lr, stats.counts_LE)
@@ -93,12 +105,12 @@ def build_step(
         )
         return next_state, result
 
-    return step
+    return update
 
 
-def step_key(seed: int, state: TrainState) -> jax.Array:
-    """Randomness of the step that follows `state`."""
-    return jax.random.fold_in(jax.random.key(seed), state.step)
+def step_key(seed: int, step: jax.Array) -> jax.Array:
+    """Randomness of the step that follows so many."""
+    return jax.random.fold_in(jax.random.key(seed), step)
 
 
 def _update(config: Config, optimizer, state: TrainState, grads, grad_norm, lr, counts_LE):

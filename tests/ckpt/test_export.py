@@ -21,7 +21,6 @@ from mxjax.ckpt.megatron import exported
 from mxjax.ckpt.megatron.grid import Grid
 from mxjax.ckpt.torch_format.archive import TorchArchive
 from mxjax.ckpt.torch_format.distributed import DistCheckpoint
-from mxjax.ckpt.verify import compare
 
 VOCABULARY = ("model.vocab_size=100",)
 """Cuts off the padding."""
@@ -47,10 +46,10 @@ def settings(run):
     return {part: found.get(part) for part in parts}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "deepseek"])
 def test_torch_dist_and_back_is_the_same_run_bit_for_bit(random_run, tmp_path, family):
     run = random_run(family)
-    target = MegatronTarget(grid=Grid(ep=2)) if family in ("mixtral", "lite") else MegatronTarget()
+    target = MegatronTarget(grid=Grid(ep=2 if family == "mixtral" else 1))
     export_megatron(run, tmp_path / "megatron", target, progress=False)
     assert inspect(tmp_path / "megatron", checksums=True).missing == []
     import_megatron(tmp_path / "megatron", tmp_path / "back", VOCABULARY, progress=False)
@@ -62,13 +61,12 @@ def test_torch_dist_and_back_is_the_same_run_bit_for_bit(random_run, tmp_path, f
 
 
 GRIDS = {
-    "llama": (Grid(tp=2, pp=2, vpp=2), "local"),
     "tied": (Grid(tp=2, pp=2), "transformer_engine"),
     "gpt2": (Grid(tp=4, pp=2), "local"),
     "mixtral": (Grid(tp=2, ep=4, etp=1, pp=2), "transformer_engine"),
-    "deepseek": (Grid(tp=2, pp=2, ep=2), "local"),
     "lite": (Grid(tp=2, ep=2, etp=2), "transformer_engine"),
 }
+"""Beside those in `test_import_optimizer.py`."""
 
 
 @pytest.mark.parametrize("family", GRIDS)
@@ -109,7 +107,7 @@ def test_torch_keeps_adams_state_by_parameter(random_run, tmp_path):
         experts["fp32_from_fp16_params"][0][2].numpy(), up.transpose(1, 2, 0).reshape(-1, len(up))
     )
     assert content["model"]["output_layer.weight"].dtype == "bfloat16"
-    assert content["opt_param_scheduler"]["num_steps"] == 30 * 16
+    assert content["opt_param_scheduler"]["num_steps"] == 31 * 16  # see AdamState.scheduler
 
 
 def test_bf16_weights_come_with_fp32_ones(random_run, tmp_path):
@@ -135,12 +133,6 @@ def test_without_optimizer_there_are_weights_only(random_run, tmp_path, capsys):
     assert (report["step"], report["optimizer"]) == (30, "not exported")
     names = DistCheckpoint(locate(out).folder).tensors
     assert not [name for name in names if name.startswith("optimizer")]
-
-
-def test_exports_that_were_made_twice_are_equal_in_verify(random_run, tmp_path):
-    for name in ("a", "b"):
-        export_megatron(random_run("tied"), tmp_path / name, MegatronTarget(), progress=False)
-    assert compare(tmp_path / "a", tmp_path / "b").differing == ()
 
 
 @pytest.mark.parametrize(

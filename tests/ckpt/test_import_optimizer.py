@@ -23,6 +23,8 @@ from mxjax.ckpt.mapping.megatron import megatron_table
 from mxjax.ckpt.megatron.arguments import from_arguments
 from mxjax.ckpt.megatron.flat import bucket_sizes, slots
 from mxjax.ckpt.megatron.grid import Grid
+from mxjax.ckpt.megatron.optimizer_state import AdamState
+from mxjax.ckpt.megatron.to_arguments import Saved, to_arguments
 from mxjax.ckpt.run_arrays import RunArrays
 from mxjax.ckpt.store import CheckpointStore
 from mxjax.ckpt.torch_format.archive import TorchArchive
@@ -475,6 +477,39 @@ def test_rates_are_those_of_megatron(style, warmup, decay, wsd, lead, off, with_
         theirs = megatron_rate(step + lead, style, warmup, decay, wsd)
         after = megatron_rate(step + lead + off, style, warmup, decay, wsd)
         assert after - 1e-6 <= float(rate(step)) <= theirs + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "decay"),
+    [
+        ("cosine", 0, None),
+        ("cosine", 5, 30),
+        ("cosine", 20, None),
+        ("wsd", 5, 10),
+        ("wsd", 0, 40),
+        ("constant", 0, None),
+        ("constant", 15, None),
+    ],
+)
+def test_an_exported_schedule_goes_on_in_megatron_and_comes_back(schedule, warmup, decay):
+    """Rate by rate, also within the warm-up."""
+    settings = from_arguments(ARGUMENTS, 32).settings
+    settings["optimizer"] = {"schedule": schedule, "warmup_steps": warmup, "decay_steps": decay}
+    settings["optimizer"] |= {"lr": 1.0} | ({} if schedule == "constant" else {"min_lr": 0.1})
+    config = load_settings(settings, "test")
+    scheduler = AdamState(config, 12, 12).scheduler()
+    saved = Saved(12, 48, 32, 1, "float32", "local", "torch", optimizer=True, expert_bias=False)
+    arguments = to_arguments(config, Grid(), saved)
+    back = from_arguments(arguments, 32, scheduler, 12)
+    assert load_settings(back.settings, "back").optimizer == config.optimizer
+    steps = [scheduler[f"lr_{name}_steps"] / 4 for name in ("warmup", "decay")]
+    rate = learning_rate(config.optimizer, 40)
+    for step in range(12, 40):
+        samples = scheduler["num_steps"] + 4 * (step - 12)
+        theirs = megatron_rate(
+            samples / 4, scheduler["lr_decay_style"], *steps, arguments["lr_wsd_decay_iters"]
+        )
+        assert float(rate(step)) == pytest.approx(theirs, abs=1e-6)
 
 
 def test_batches_samples_and_decay_are_taken_over():

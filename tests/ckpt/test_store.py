@@ -1,6 +1,7 @@
 """CheckpointStore in one process of eight devices."""
 
 import contextlib
+import json
 import os
 import resource
 import time
@@ -403,3 +404,21 @@ def test_a_target_without_sharding_is_refused(tmp_path):
         store.wait()
         with pytest.raises(ValueError, match="a has no sharding"):
             store.restore({"a": jax.ShapeDtypeStruct((2,), jnp.float32)})
+
+
+def test_a_large_stack_is_stored_layer_by_layer(tmp_path, monkeypatch):
+    """And what has two dims in one piece."""
+    monkeypatch.setattr("mxjax.ckpt.store._LARGE_BYTES", 64)
+    state = {"stack": jnp.arange(96.0).reshape(4, 4, 6), "head": jnp.ones((16, 8))}
+    with contextlib.closing(CheckpointStore(tmp_path, CheckpointConfig(save_interval=1))) as store:
+        store.save(1, state, {})
+        store.wait()
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
+        restored, _ = store.restore(target)
+    np.testing.assert_array_equal(restored["stack"], state["stack"])
+    (file,) = (tmp_path / "checkpoints/1/state/array_metadatas").iterdir()
+    found = [entry["array_metadata"] for entry in json.loads(file.read_text())["array_metadatas"]]
+    chunks = {entry["param_name"]: entry["chunk_shape"] for entry in found}
+    assert chunks == {"stack": [1, 4, 6], "head": [16, 8]}

@@ -1,10 +1,10 @@
 """CheckpointStore after SIGKILL during a save."""
 
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import jax
@@ -15,23 +15,21 @@ import pytest
 from mxjax.ckpt.store import CheckpointStore
 from mxjax.config.schema import CheckpointConfig
 
-# Saves step 1, says so when it is committed, starts to save step 2 and waits to be killed.
-WRITER = """
-import sys, time
-import jax.numpy as jnp
-from mxjax.ckpt.store import CheckpointStore
-from mxjax.config.schema import CheckpointConfig
-from test_store_killed import make_state
+# Its processes are forked from one that has imported what takes seconds.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["mxjax.ckpt.store"])
 
-store = CheckpointStore(sys.argv[1], CheckpointConfig(save_interval=1))
-store.save(1, make_state(1), {"step": 1})
-store.wait()
-state = make_state(2)
-print("committed 1", flush=True)
-store.save(2, state, {"step": 2})
-print("saving 2", flush=True)
-time.sleep(60)
-"""
+
+def write(folder: Path, said: Connection) -> None:
+    """Saves step 1, says so when it is committed, starts to save step 2 and waits to be killed."""
+    store = CheckpointStore(folder, CheckpointConfig(save_interval=1))
+    store.save(1, make_state(1), {"step": 1})
+    store.wait()
+    state = make_state(2)
+    said.send("committed 1")
+    store.save(2, state, {"step": 2})
+    said.send("saving 2")
+    time.sleep(60)
 
 
 def make_state(step: int) -> dict[str, jax.Array]:
@@ -61,18 +59,19 @@ def test_a_kill_during_a_save_leaves_the_previous_or_the_new_checkpoint(
     tmp_path: Path, moment: Callable[[Path], bool], possible: set[int]
 ):
     checkpoints = tmp_path / "checkpoints"
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)],
-        cwd=Path(__file__).parent,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as writer:
-        assert writer.stdout.readline() == "committed 1\n"
-        assert writer.stdout.readline() == "saving 2\n"
+    heard, said = FORKED.Pipe()
+    writer = FORKED.Process(target=write, args=(tmp_path, said))
+    writer.start()
+    try:
+        for expected in ("committed 1", "saving 2"):
+            assert heard.poll(60)
+            assert heard.recv() == expected
         deadline = time.monotonic() + 30
         while not moment(checkpoints) and time.monotonic() < deadline:
             time.sleep(0.001)
+    finally:
         writer.kill()
+        writer.join()
 
     with closing(CheckpointStore(tmp_path, CheckpointConfig(save_interval=1))) as store:
         latest = store.latest_step()

@@ -163,8 +163,8 @@ def test_base_is_refused_as_an_override(write):
 
 def test_malformed_overrides_are_reported_with_other_problems(write):
     with pytest.raises(ConfigError) as error:
-        load_config(write("model: {num_layers: 0}"), ["oops", "parallel.pp=2"])
-    assert [p.path for p in error.value.problems] == ["override", "model.num_layers", "parallel.pp"]
+        load_config(write("model: {num_layers: 0}"), ["oops", "parallel.ep=2"])
+    assert [p.path for p in error.value.problems] == ["override", "model.num_layers", "parallel.ep"]
 
 
 def test_key_set_twice_is_refused_with_both_places(write):

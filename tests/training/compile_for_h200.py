@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 
 from mxjax.config import load_config
 from mxjax.sharding.mesh import AXES, build_mesh
-from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
+from mxjax.training.gradients import BATCH_SPEC, REPLICATED
+from mxjax.training.pipelined import build_objective
 
 TARGET = Path(__file__).parents[1] / "fixtures" / "h200_aot_target.textproto"
 
@@ -30,7 +31,7 @@ def main(config_path: str, program_path: str) -> None:
         topology=f"1x1x{num_devices}",  # processes, hosts, GPUs of a host
     )
     mesh = build_mesh(config.parallel, topology.devices)
-    objective = Objective(config, mesh)
+    objective = build_objective(config, mesh)
 
     def array(shape, dtype, spec=REPLICATED):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

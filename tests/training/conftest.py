@@ -5,13 +5,15 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from mxjax.config import load_config
+from mxjax.config import load_config, to_yaml
 from mxjax.config.schema import CheckpointConfig, DataConfig, LogConfig
 from mxjax.sharding.mesh import build_mesh
 from mxjax.training import loop
@@ -152,3 +154,34 @@ def bits_of():
         return jax.tree.map(view, jax.device_get(tree))
 
     return bits
+
+
+@pytest.fixture(scope="session")
+def cuda_compiler(request):
+    """Folder with the compiler for NVIDIA GPUs: 142 MB, fetched once into pytest's cache."""
+    folder = request.config.cache.mkdir(f"cuda_compiler_{jax.__version__}")
+    packages = [f"jax-cuda13-{name}=={jax.__version__}" for name in ("pjrt", "plugin")]
+    if not any(folder.glob("jax_cuda13_plugin*.dist-info")):
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, "--target", folder, *packages], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled_for_h200(cuda_compiler, tmp_path_factory):
+    """Config -> text of its loss and gradients, compiled for H200 GPUs."""
+
+    def compile_(config):
+        folder = tmp_path_factory.mktemp("h200")
+        (folder / "config.yaml").write_text(to_yaml(config))
+        script = Path(__file__).with_name("compile_for_h200.py")
+        arguments = [sys.executable, script, folder / "config.yaml", folder / "program.hlo"]
+        environment = os.environ | {
+            "PYTHONPATH": str(cuda_compiler),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it finds no CUDA libraries
+        }
+        subprocess.run(arguments, env=environment, check=True)
+        return (folder / "program.hlo").read_text()
+
+    return compile_

@@ -5,18 +5,13 @@ merges and moves them; there the amounts are compared.
 """
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import NamedSharding
 
-from mxjax.config import to_yaml
 from mxjax.sharding.hlo_collectives import collectives
 from mxjax.training.gradients import Objective
 
@@ -137,37 +132,6 @@ def test_context_parallel_all_gather_and_ulysses(small_config, compiled_text):
         "all-gather": 2 + 2,  # keys and values, in each pass
         "reduce-scatter": 2,  # their gradients
     }
-
-
-@pytest.fixture(scope="session")
-def cuda_compiler(request):
-    """Folder with the compiler for NVIDIA GPUs: 142 MB, fetched once into pytest's cache."""
-    folder = request.config.cache.mkdir(f"cuda_compiler_{jax.__version__}")
-    packages = [f"jax-cuda13-{name}=={jax.__version__}" for name in ("pjrt", "plugin")]
-    if not any(folder.glob("jax_cuda13_plugin*.dist-info")):
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, "--target", folder, *packages], check=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def compiled_for_h200(cuda_compiler, tmp_path_factory):
-    """Config -> text of its loss and gradients, compiled for H200 GPUs."""
-
-    def compile_(config):
-        folder = tmp_path_factory.mktemp("h200")
-        (folder / "config.yaml").write_text(to_yaml(config))
-        script = Path(__file__).with_name("compile_for_h200.py")
-        arguments = [sys.executable, script, folder / "config.yaml", folder / "program.hlo"]
-        environment = os.environ | {
-            "PYTHONPATH": str(cuda_compiler),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it finds no CUDA libraries
-        }
-        subprocess.run(arguments, env=environment, check=True)
-        return (folder / "program.hlo").read_text()
-
-    return compile_
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,38 @@ def test_without_gradient_only_matrices_decay_each_step_by_the_same_share(name, 
             np.testing.assert_allclose(update, expected, atol=1e-6, err_msg=place)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_places_change_no_update_and_stay_zero(name):
+    """Gradients that grow, which Adafactor clips by the root mean square of a stack."""
+    transformer = Transformer(ModelConfig(num_layers=2, hidden_size=32), MoEConfig())
+    infos, config = transformer.infos, OptimizerConfig(name=name)
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    params = jax.tree.map(lambda info: jax.random.normal(next(keys), info.shape), infos)
+
+    def spread(tree):
+        layers = jax.tree.map(
+            lambda a: jnp.zeros((5, *a.shape[1:])).at[jnp.array([1, 3])].set(a),
+            tree["dense_layers"],
+        )
+        return tree | {"dense_layers": layers}
+
+    def run(params, change, **filled):
+        optimizer = build_optimizer(config, infos, filled)
+        update, state = jax.jit(optimizer.update), optimizer.init(params)
+        for scale in (1.0, 10.0):
+            updates, state = update(change(scale), state, params)
+        return updates
+
+    def gradients(scale):
+        return jax.tree.map(lambda p: scale * jnp.sin(3 * p), params)
+
+    plain = run(params, gradients)
+    found = run(spread(params), lambda scale: spread(gradients(scale)), dense_layers=2 / 5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, spread(plain)
+    )
+
+
 def small_config(name, **sizes):
     return Config(
         model=ModelConfig(

@@ -17,7 +17,12 @@ MODEL = (
     "checkpoint.save_interval=2",
 )
 DUALPIPEV = ("parallel.pp=2", "pipeline.schedule=dualpipev", "pipeline.empty_layers=auto")
-ZBH1 = ("parallel.pp=2", "pipeline.schedule=zbh1", "pipeline.layout=Et|ttL")
+ZBH1 = (
+    "parallel.pp=2",
+    "pipeline.schedule=zbh1",
+    "pipeline.layout=Et|ttL",
+    "pipeline.executor=stagewise",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,7 @@ def plain_run(tmp_path_factory, train, moe, sums):
     return run_dir, train(run_dir, *moe, *sums, *MODEL, devices=2)
 
 
-def test_a_run_moves_between_schedules_and_back_to_one_stage(
+def test_a_run_moves_between_schedules_executors_and_back_to_one_stage(
     tmp_path, plain_run, train, moe, sums, metrics_of
 ):
     """With dropout, router bias and evaluation."""

@@ -196,6 +196,7 @@ def test_the_command_prints_json_and_touches_nothing(tmp_path, monkeypatch, caps
             "step",
             "memory",
             "collectives",
+            "pipeline",
         },
         {"kind", "count", "axes"},
         {"total", "active"},
@@ -213,6 +214,7 @@ def test_the_command_prints_json_and_touches_nothing(tmp_path, monkeypatch, caps
             "headroom",
         },
     ]
+    assert plan["pipeline"] is None
     for collective in plan["collectives"]:
         assert set(collective) == {"axes", "kind", "count", "bytes", "sent_bytes", "exact"}
         assert collective["axes"] == ["dp"]

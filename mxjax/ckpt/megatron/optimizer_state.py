@@ -14,10 +14,7 @@ from mxjax.training.optimizer import learning_rate
 
 @dataclass(frozen=True)
 class ScheduleSteps:
-    """Our schedule of the learning rate by Megatron's numbers; the reverse of `schedule`.
-
-    Megatron's rate of the first step is that of 0 steps, ours that of one. With a warm-up and a
-    cosine one step less makes the rates after the warm-up the same.
+    """Our schedule of the learning rate in Megatron's terms; the reverse of `schedule`.
 
     Attributes:
       style: Megatron's ``lr_decay_style``.
@@ -38,9 +35,7 @@ class ScheduleSteps:
         warmup = optimizer.warmup_steps
         if optimizer.schedule == "wsd":
             return cls("WSD", warmup, steps, optimizer.decay_steps or max(1, steps // 10))
-        shift = min(1, warmup)
-        decay = (optimizer.decay_steps or steps) - shift
-        return cls(optimizer.schedule, warmup - shift, decay)
+        return cls(optimizer.schedule, warmup, optimizer.decay_steps or steps)
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,11 @@ class AdamState:
         }
 
     def scheduler(self) -> dict[str, Any]:
-        """The state of Megatron's ``OptimizerParamScheduler``, which counts samples."""
+        """The state of Megatron's ``OptimizerParamScheduler``, which counts samples.
+
+        Its first rate is that of 0 samples, ours that of one step: it goes on with ours because
+        it is told of one step more than the run has done.
+        """
         config, optimizer = self.config, self.config.optimizer
         batch, steps = config.training.global_batch_size, config.training.num_steps
         schedule = ScheduleSteps.of(config)
@@ -135,7 +134,7 @@ class AdamState:
             "max_lr": optimizer.lr,
             "min_lr": optimizer.min_lr,
             "lr_warmup_steps": schedule.warmup * batch,
-            "num_steps": self.iteration * batch,
+            "num_steps": (self.iteration + 1) * batch,
             "lr_decay_style": schedule.style,
             "lr_decay_steps": schedule.decay * batch,
             "start_wd": optimizer.weight_decay,

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+
 from mxjax.config.rules.registry import Findings, rule
-from mxjax.config.schema import Config
-from mxjax.pipeline.configure import stage_layout, training_schedule
+from mxjax.config.schema import Config, PipelineConfig
+from mxjax.pipeline.configure import costs, stage_layout, training_schedule
 from mxjax.pipeline.layout import LayoutError
 from mxjax.pipeline.schedule import ScheduleError
 
-_KEYS = {
+_SETTINGS = {field.name: f"pipeline.{field.name}" for field in fields(PipelineConfig)} | {
     "num_layers": "model.num_layers",
+    "mtp_num_layers": "model.mtp_num_layers",
     "num_ranks": "parallel.pp",
     "num_chunks": "pipeline.vpp",
     "num_microbatches": "training.num_microbatches",
 }
 """Settings by the names of the arguments that layouts and schedules are made of."""
+
+_ARGUMENTS = re.compile(rf"\b({'|'.join(sorted(_SETTINGS, key=len, reverse=True))})\b")
+
+
+def _finding(error: LayoutError | ScheduleError) -> tuple[str, str]:
+    """What the error says, with settings by their paths."""
+    message = _ARGUMENTS.sub(lambda found: _SETTINGS[found[0]], error.message)
+    return _SETTINGS[error.key or "schedule"], message
 
 
 @rule
@@ -24,10 +36,8 @@ def layers_fit_the_stages(c: Config) -> Findings:
     try:
         layout = stage_layout(c)
     except LayoutError as error:
-        yield _KEYS.get(error.key, f"pipeline.{error.key}"), error.message
-        return
-    except ScheduleError as error:
-        yield _KEYS.get(error.key or "", f"pipeline.{error.key}"), error.message
+        if error.key != "num_chunks":  # of which the schedule says more
+            yield _finding(error)
         return
     if any(layout.mtp_layers[:-1]):
         yield (
@@ -44,7 +54,17 @@ def schedule_fits_the_microbatches(c: Config) -> Findings:
     try:
         training_schedule(c)
     except ScheduleError as error:
-        yield _KEYS.get(error.key or "", f"pipeline.{error.key}"), error.message
+        yield _finding(error)
+
+
+@rule
+def costs_are_times(c: Config) -> Findings:
+    if c.parallel.pp == 1:
+        return
+    try:
+        costs(c)
+    except ScheduleError as error:
+        yield _finding(error)
 
 
 @rule

@@ -28,6 +28,7 @@ def stand_in_for_cuda() -> None:
     """Megatron calls these without asking whether there is a device. Before it is imported."""
     if not hasattr(typing, "override"):  # 0.19 is written for Python 3.12
         typing.override = typing_extensions.override
+    torch.compile = lambda function: function  # Megatron does so on import, which takes seconds
     cpu, cuda = torch.device("cpu"), torch.cuda
     cuda.current_device = lambda: cpu
     for module, names in (

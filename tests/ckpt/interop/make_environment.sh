@@ -8,6 +8,9 @@ set -euo pipefail
 folder=$1
 versions="0.19.2 0.16.1"
 
+mkdir -p "$(dirname "$folder")"
+exec 9>"$folder.lock"
+flock 9 # each process that runs tests may ask for it
 [ -e "$folder/ready" ] && exit
 rm -rf "$folder"
 mkdir -p "$folder"
@@ -23,6 +26,7 @@ if [ ! -e "$folder/venv" ]; then
 fi
 python="$folder/venv/bin/python"
 # CPU builds of torch have a local version, which is preferred to the plain one where it is offered.
+# Few of the modules are used: Python compiles those when they are imported.
 "$python" -m pip install --quiet --no-compile torch==2.13.0 numpy packaging einops pyyaml tqdm \
     triton absl-py psutil transformers==5.24.0 safetensors==0.8.0
 for version in $versions; do

@@ -2,9 +2,10 @@
 
 For the foreign interpreter. A job is a dict:
     load: folder of an iteration, of format torch_dist or torch (told by what is there)
-    grid: tp, pp, vpp, ep, etp, dp; jobs of one file have the same number of ranks
+    grid: tp, pp, vpp, ep, etp, dp
     optimizer: "plain", "distributed" or absent: load its state too
     tokens, logits: .npz with `tokens` to read, .npz with `logits` to write (no pipeline)
+    rates: .npz with `rates` to write: those of the next hundred steps; with an optimizer
     save: folder of an iteration to write as Megatron does, in torch_dist
 Loading is by Megatron's defaults: nothing may be missing, and torch.load runs no pickled code.
 Shapes, sizes and types of the model are those of the checkpoint's own `args`.
@@ -67,7 +68,8 @@ class Judge:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         file = torch.load(self.rank_file(), weights_only=True) if self.legacy else None
-        args = file["args"] if self.legacy else self.common()["args"]
+        common = file if self.legacy else self.common()
+        args = common["args"]
         config = transformer_config(args, grid)
         step = args.make_vocab_size_divisible_by * grid.get("tp", 1)
         rows = -(-args.vocab_size // step) * step
@@ -81,6 +83,8 @@ class Judge:
             self.load_dist()
         if "logits" in self.job:
             self.write_logits()
+        if "rates" in self.job:
+            self.write_rates(args, common["opt_param_scheduler"])
         if "save" in self.job:
             self.save()
         parallel_state.destroy_model_parallel()
@@ -197,6 +201,23 @@ class Judge:
         if dist.get_rank() == 0:
             np.savez(self.job["logits"], logits=torch.cat(parts, -1).float().numpy())
 
+    def write_rates(self, args: Namespace, state: dict) -> None:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            wsd_decay_steps=(args.lr_wsd_decay_iters or 0) * args.global_batch_size,
+            lr_wsd_decay_style=args.lr_wsd_decay_style,
+            **{key: value for key, value in state.items() if key != "num_steps"},
+        )
+        scheduler.load_state_dict(state)
+        rates = []
+        for _ in range(100):
+            rates.append(self.optimizer.param_groups[0]["lr"])
+            scheduler.step(args.global_batch_size)
+        np.savez(self.job["rates"], rates=rates)
+
     def save(self) -> None:
         from megatron.core import dist_checkpointing
 
@@ -210,24 +231,26 @@ class Judge:
         dist_checkpointing.save(state, str(folder), content_metadata=content)
 
 
+def world_size(job: dict) -> int:
+    grid = job.get("grid", {})
+    return grid.get("tp", 1) * grid.get("pp", 1) * grid.get("dp", 1)
+
+
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    grid = jobs[0].get("grid", {})
-    world = grid.get("tp", 1) * grid.get("pp", 1) * grid.get("dp", 1)
-    port = 20000 + os.getpid() % 20000
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     stand_in_for_cuda()
     fill_in_absent_parts()
     let_the_distributed_optimizer_use_torch()
     torch.serialization.add_safe_globals([Namespace])
-    if world == 1:
-        worker(0, 1, jobs, port)
-        return
-    # Forked, and not started anew: most of the time goes into importing Megatron.
-    torch.multiprocessing.start_processes(
-        worker, args=(world, jobs, port), nprocs=world, start_method="fork"
-    )
+    for world in {world_size(job) for job in jobs}:
+        members = [job for job in jobs if world_size(job) == world]
+        port = 20000 + (os.getpid() + world) % 20000
+        # Forked, and not started anew: most of the time goes into importing Megatron.
+        torch.multiprocessing.start_processes(
+            worker, args=(world, members, port), nprocs=world, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,349 @@
+"""Running a schedule as many programs: each cell is a program of its rank's devices alone.
+
+The other executor over the same schedules and the same layer split. The host walks through the
+schedule and sends off one compiled program per cell; devices run ahead on their own, and a rank
+waits only for what it needs. What layers leave for their backward passes are plain arrays, which
+no ring copies. It is for one process that drives all devices, and for few enough cells that the
+host keeps ahead.
+
+Every array between programs is that of one device with a leading dim for the devices of the rank
+(`_VARYING`): programs are fully manual, and nothing is equal on several devices that need be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mxjax.pipeline.executor import StagedModel
+from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule
+from mxjax.pipeline.split import LayerSplit, split_layer
+from mxjax.pipeline.stacks import Stacks
+from mxjax.pipeline.validate import execution_order
+
+AXIS = "pp"
+
+_WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": "100000"}
+"""Each call of a program has other buffers, for which its CUDA graphs would have to be updated."""
+
+
+class Stagewise:
+    """Programs of a schedule on a mesh.
+
+    Args:
+      make_model: inputs of a step (batch, keys, ...) on one device -> the model.
+      mesh: with `AXIS` as its first axis.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[Any], StagedModel],
+        schedule: Schedule,
+        stacks: Stacks,
+        mesh: Mesh,
+        compiler_options: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        self._options = dict(compiler_options)
+        if mesh.devices.flat[0].platform == "gpu":
+            self._options |= _WITHOUT_GRAPHS
+        self.make_model, self.schedule, self.stacks = make_model, schedule, stacks
+        self.mesh = mesh
+        self.meshes = [
+            Mesh(mesh.devices[rank : rank + 1], mesh.axis_names) for rank in range(mesh.shape[AXIS])
+        ]
+        self._varying = PartitionSpec(mesh.axis_names)
+        self._order = execution_order(schedule)
+        self._splits: dict[str, LayerSplit] = {}
+        self._programs: dict[tuple, Callable] = {}
+        self._numbers: dict[tuple[int, int], jax.Array] = {}
+
+    def train(self, inputs: Any, layers: Any, outer: Any) -> tuple[Any, Any, Any]:
+        """Gradients of `layers` (lists by kind, one tree for each place), of `outer`, and
+        statistics: sums over all microbatches of each device.
+
+        All arguments and results are arrays over the whole mesh with a leading dim for devices.
+        """
+        ranks = range(len(self.meshes))
+        runs = [
+            _Rank(
+                inputs=self._of_rank(inputs, rank),
+                layers=self._of_rank(layers, rank),
+                outer=self._of_rank(outer, rank),
+            )
+            for rank in ranks
+        ]
+        for rank, run in enumerate(runs):
+            zeros = self._program(("zeros", rank), self._zeros, rank)
+            run.grads, run.outer_grads, run.stats = zeros(run.inputs, run.layers, run.outer)
+        streams: dict[Op, Any] = {}  # inputs of ops, on the devices of their rank
+        for rank, number in self._order:
+            self._run(runs[rank], rank, self.schedule.cells[rank][number], streams)
+        return (
+            self._joined([run.grads for run in runs]),
+            self._joined([run.outer_grads for run in runs]),
+            self._joined([run.stats for run in runs]),
+        )
+
+    def over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """A program of all devices; None as specs: arrays with a leading dim for devices."""
+
+        def shard(*arguments):
+            if in_specs is None:
+                arguments = jax.tree.map(lambda a: a[0], arguments)
+            results = function(*arguments)
+            return jax.tree.map(lambda a: a[None], results) if out_specs is None else results
+
+        return jax.jit(
+            jax.shard_map(
+                shard,
+                mesh=self.mesh,
+                in_specs=self._varying if in_specs is None else in_specs,
+                out_specs=self._varying if out_specs is None else out_specs,
+                check_vma=False,
+            )
+        )
+
+    def _run(self, run: _Rank, rank: int, cell: Cell, streams: dict[Op, Any]) -> None:
+        """Sends off one cell, and its results on their way."""
+        stages = tuple((op.kind, op.stage) for op in cell)
+        program = self._program((rank, *stages), partial(self._cell, stages), rank, donate=(0,))
+        given: list[Any] = []
+        for op in cell:
+            name = (op.stage, op.microbatch)
+            if op.kind is Kind.F:
+                given.append({"x": streams.pop(op, None)})
+            elif op.kind is Kind.W:
+                given.append({"kept": run.kept.pop(name), "cut": run.cut.pop(name)})
+            else:
+                dy = streams.pop(op.parts[0])
+                given.append({"dy": dy, "residuals": run.residuals.pop(name)})
+                if op.kind is Kind.BW:
+                    run.kept.pop(name)
+        sums = run.grads, run.outer_grads, run.stats
+        microbatches = [self._number(rank, op.microbatch) for op in cell]
+        held = run.layers, run.outer, run.inputs
+        sums, results = program(sums, held, microbatches, given)
+        run.grads, run.outer_grads, run.stats = sums
+        for op, result in zip(cell, results, strict=True):
+            name = (op.stage, op.microbatch)
+            if op.kind is Kind.F:
+                run.residuals[name] = result["residuals"]
+                run.kept[name] = _kept(result["residuals"], self._splits)
+                self._send(result, op, streams)
+            elif op.kind is not Kind.W:
+                if op.kind is Kind.B:
+                    run.cut[name] = result["cut"]
+                self._send(result, op, streams)
+
+    def _send(self, result: dict[str, Any], op: Op, streams: dict[Op, Any]) -> None:
+        last = self.schedule.num_stages - 1
+        if op.kind is Kind.F:
+            if op.stage == last:
+                streams[Op(Kind.B, op.stage, op.microbatch)] = result["dy"]
+                return
+            user, value = Op(Kind.F, op.stage + 1, op.microbatch), result["y"]
+        elif op.stage == 0:
+            return
+        else:
+            user, value = Op(Kind.B, op.stage - 1, op.microbatch), result["dx"]
+        target = self.meshes[self.schedule.stage_to_rank[user.stage]]
+        streams[user] = jax.device_put(value, NamedSharding(target, self._varying))
+
+    # Programs
+
+    def _program(self, key: tuple, function: Callable, rank: int, donate=()) -> Callable:
+        """`function` on the devices of a rank, compiled once."""
+        if key not in self._programs:
+
+            def shard(*arguments):
+                results = function(*jax.tree.map(lambda a: a[0], arguments))
+                return jax.tree.map(lambda a: a[None], results)
+
+            self._programs[key] = jax.jit(
+                jax.shard_map(
+                    shard,
+                    mesh=self.meshes[rank],
+                    in_specs=self._varying,
+                    out_specs=self._varying,
+                    check_vma=False,
+                ),
+                donate_argnums=donate,
+                compiler_options=self._options,
+            )
+        return self._programs[key]
+
+    def _zeros(self, inputs, layers, outer):
+        model = self.make_model(inputs)
+        grads = {
+            kind: [_zeros_fp32(jax.eval_shape(partial(model.reduce, kind), tree)) for tree in trees]
+            for kind, trees in layers.items()
+        }
+        return grads, _zeros_fp32(outer), model.empty_statistics()
+
+    def _cell(self, stages: tuple, sums, held, microbatches, given):
+        """One cell: all its ops, layer by layer in turn."""
+        grads, outer_grads, stats = sums
+        layers, outer, inputs = held
+        state = {"grads": dict(grads), "outer": outer_grads, "stats": stats}
+        model = self.make_model(inputs)
+        works = [
+            _Work(self, model, layers, outer, kind, stage, microbatch, values)
+            for (kind, stage), microbatch, values in zip(stages, microbatches, given, strict=True)
+        ]
+        for work in works:
+            work.begin()
+        for i in range(max(len(work.layers) for work in works)):
+            for work in works:
+                if i < len(work.layers):
+                    work.step(state, *work.layers[i])
+        results = [work.end(state) for work in works]
+        return (state["grads"], state["outer"], state["stats"]), results
+
+    def split(self, model: StagedModel, kind: str, weights, x, side) -> LayerSplit:
+        """F, B and W of a kind of layer; made by the first program that has one."""
+        if kind not in self._splits:
+            self._splits[kind] = split_layer(partial(model.layer, kind), weights, x, side)
+        return self._splits[kind]
+
+    # Arrays
+
+    def _number(self, rank: int, microbatch: int) -> jax.Array:
+        """The number of a microbatch on the devices of a rank. Kept, and made on the host: made on
+        a device, it would wait there for all work that was sent off before."""
+        key = (rank, microbatch)
+        if key not in self._numbers:
+            mesh = self.meshes[rank]
+            value = np.full((mesh.size,), microbatch, np.int32)
+            self._numbers[key] = jax.device_put(value, NamedSharding(mesh, self._varying))
+        return self._numbers[key]
+
+    def _of_rank(self, tree: Any, rank: int) -> Any:
+        """The part of arrays over the whole mesh that a rank has, without a copy."""
+        mesh = self.meshes[rank]
+        devices, sharding = set(mesh.devices.flat), NamedSharding(mesh, self._varying)
+
+        def part(array: jax.Array) -> jax.Array:
+            shards = [s.data for s in array.addressable_shards if s.device in devices]
+            shape = (mesh.size, *array.shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+        return jax.tree.map(part, tree)
+
+    def _joined(self, trees: list[Any]) -> Any:
+        """The inverse, for all ranks."""
+        sharding = NamedSharding(self.mesh, self._varying)
+
+        def join(*parts: jax.Array) -> jax.Array:
+            shards = [s.data for part in parts for s in part.addressable_shards]
+            shape = (self.mesh.size, *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+        return jax.tree.map(join, *trees)
+
+
+class _Rank:
+    """What a rank holds while a step runs."""
+
+    def __init__(self, inputs, layers, outer):
+        self.inputs, self.layers, self.outer = inputs, layers, outer
+        self.grads = self.outer_grads = self.stats = None
+        self.residuals: dict[tuple[int, int], Any] = {}
+        self.kept: dict[tuple[int, int], Any] = {}
+        self.cut: dict[tuple[int, int], Any] = {}
+
+
+class _Work:
+    """One op of a cell while it is traced."""
+
+    def __init__(self, owner, model, layers, outer, kind, stage, microbatch, given):
+        self.owner, self.model, self.weights, self.outer = owner, model, layers, outer
+        self.kind, self.stage, self.microbatch, self.given = kind, stage, microbatch, given
+        stacks: Stacks = owner.stacks
+        counts = stacks.stage_layers[stage]
+        self.layers = [
+            (name, j) for name, n in zip(stacks.kinds, counts, strict=True) for j in range(n)
+        ]
+        self.offsets = {name: sum(counts[:i]) for i, name in enumerate(stacks.kinds)}
+        self.first = sum(sum(c) for c in stacks.stage_layers[:stage])
+        self.chunk = owner.schedule.chunk_of(stage)
+        if kind in (Kind.B, Kind.BW):
+            self.layers.reverse()
+        self.made: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self.ctx = self.model.context(self.microbatch)
+        if self.kind is Kind.F:
+            first = self.stage == 0
+            self.x = self.model.embed(self.outer, self.microbatch) if first else self.given["x"]
+        elif self.kind is not Kind.W:
+            self.x = self.given["dy"]
+
+    def step(self, state, kind: str, j: int) -> None:
+        index = jnp.int32(self.first + self.offsets[kind] + j)
+        side = self.model.side(kind, self.ctx, index)
+        place = self.owner.stacks.bases[kind][self.chunk] + j
+        weights, name = self.weights[kind][place], f"{kind}/{j}"
+        if self.kind is Kind.F:
+            split = self.owner.split(self.model, kind, weights, self.x, side)
+            self.x, objective, stats, self.made[name] = split.forward(weights, self.x, side)
+            add = self.model.add_layer
+            state["stats"] = add(state["stats"], kind, index, objective, stats)
+            return
+        split: LayerSplit = self.owner._splits[kind]
+        if self.kind is Kind.B:
+            residuals = self.given["residuals"][name]
+            self.x, self.made[name] = split.backward(weights, side, residuals, self.x)
+            return
+        if self.kind is Kind.W:
+            kept, cut = self.given["kept"][name], self.given["cut"][name]
+            grads = split.weight_gradients(weights, side, kept, cut)
+        else:
+            residuals = self.given["residuals"][name]
+            self.x, grads = split.backward_both(weights, side, residuals, self.x)
+        sums = list(state["grads"][kind])
+        sums[place] = _sum(sums[place], self.model.reduce(kind, grads))
+        state["grads"][kind] = sums
+
+    def end(self, state) -> dict[str, Any]:
+        """What goes out of the cell."""
+        if self.kind is Kind.F:
+            if self.stage < self.owner.schedule.num_stages - 1:
+                return {"y": self.x, "residuals": self.made}
+            head = partial(self.model.head, microbatch=self.microbatch)
+            gradient = jax.grad(head, argnums=(0, 1), has_aux=True)
+            (grads, dy), of_head = gradient(self.outer, self.x)
+            state["outer"] = _sum(state["outer"], grads)
+            state["stats"] = self.model.add_head(state["stats"], self.microbatch, of_head)
+            return {"dy": dy, "residuals": self.made}
+        if self.kind is Kind.W:
+            return {}
+        if self.stage == 0:
+            embed = partial(self.model.embed, microbatch=self.microbatch)
+            _, pullback = jax.vjp(embed, self.outer)
+            state["outer"] = _sum(state["outer"], pullback(self.x)[0])
+        cut = {"cut": self.made} if self.kind is Kind.B else {}
+        return cut if self.stage == 0 else cut | {"dx": self.x}
+
+
+def _kept(residuals: dict[str, list], splits: dict[str, LayerSplit]) -> dict[str, list]:
+    """Those of a cell's residuals that W needs too."""
+    found = {}
+    for name, values in residuals.items():
+        wanted = splits[name.rpartition("/")[0]].for_weights
+        found[name] = [value for value, flag in zip(values, wanted, strict=True) if flag]
+    return found
+
+
+def _sum(total: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+
+
+def _zeros_fp32(like: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), like)
