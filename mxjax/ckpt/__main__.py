@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import os
 import sys
@@ -52,7 +53,9 @@ _SHOWN = 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
+    # Orbax warns of what `streaming` does on purpose.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     # JAX, which reads our own checkpoints, would take the GPUs of a run that is going on.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
@@ -63,6 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = error.filename is not None
         print(f"{error.filename}: {error.strerror}" if named else error, file=sys.stderr)
     return 2
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, later = parser.parse_known_args(argv)
+    # argparse takes all positional arguments at once: of ``logits RUN --out X a.b=c`` the last is
+    # left over.
+    if later and (
+        not hasattr(arguments, "overrides")
+        or any(word[0] == "-" or "=" not in word for word in later)
+    ):
+        parser.error(f"unrecognized arguments: {' '.join(later)}")
+    if later:
+        arguments.overrides = [*arguments.overrides, *later]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -204,9 +204,12 @@ def test_logits_command_writes_a_file(runs, tmp_path, capsys):
         assert found["logits"].dtype == np.float32
         assert_logits(found["logits"], expected)
     np.savez(tmp_path / "in.npz", tokens=tokens + 500)
-    assert main([*command, str(tmp_path / "no.npz")]) == 2
+    assert main([*command, str(tmp_path / "no.npz"), "training.compute_dtype=float32"]) == 2
     assert "the model's from 0 to 127" in capsys.readouterr().err
     assert not (tmp_path / "no.npz").exists()
+    for word in ("--typo=1", "typo"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, str(tmp_path / "no.npz"), word])
 
 
 def drop(name):

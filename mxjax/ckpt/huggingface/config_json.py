@@ -150,7 +150,7 @@ def _refuse_windows(keys: Keys, family: Family, longest: int) -> None:
 def _positions(keys: Keys, family: Family) -> dict[str, Any]:
     old, longest = keys.get("rope_scaling"), keys.need("max_position_embeddings")
     rope = Keys(keys.get("rope_parameters", old) or {}, "rope_parameters of config.json")
-    theta = rope.get("rope_theta") or keys.get("rope_theta")
+    theta = rope.get("rope_theta", keys.get("rope_theta"))
     if theta is None:
         theta = keys.assumed["rope_theta"] = _DEFAULT_THETA.get(family, 10000.0)
     positions: dict[str, Any] = {"rope_theta": theta}

@@ -36,7 +36,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 """Values of arguments that mean what is computed here."""
 
 _OF_THE_RUN = re.compile(
-    r"(tensor|pipeline|virtual|expert|context|data|hierarchical)_.*(size|parallel|stage|rank)\w*"
+    r"(tensor|pipeline|virtual|expert|context|sequence|data|hierarchical)_.*(size|parallel|stage|rank)\w*"
     r"|(decoder|encoder)_(first|last|num_layers|seq).*|transformer_pipeline.*|num_layers_per_.*"
     r"|num_virtual.*|(rank|local_rank|world_size|iteration|vocab_size|make_vocab_size\w*)"
     r"|(save|load|ckpt|dist_ckpt|async|use_dist|non_persistent|auto_detect|use_persistent).*"
