@@ -1,32 +1,45 @@
-"""Loss and every gradient are those of one device under pipeline stages, alone and with every other
-axis, for every schedule and every kind of model."""
+"""Loss and every gradient are those of one device under pipeline stages, with every other axis.
+
+Each schedule by itself is in `tests/pipeline/test_executor.py`, with a model that compiles faster.
+"""
 
 import pytest
 
-FOUR = {"num_microbatches": 4}
-UNROLLED = FOUR | {"scan_layers": False}
-ALLTOALL = {"cp_rotation": "alltoall"}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+CASES = {
+    "dropout, fewer microbatches than stages, tied embedding": (
+        "gpt2", {"num_layers": 4, **DROPOUT}, {"pp": 4},
+        {"schedule": "1f1b"}, {"num_microbatches": 2}, "none",
+    ),
+    "ep, dp, full recompute, latent attention, prediction of later tokens": (
+        "deepseek_v3", {"num_layers": 2}, {"pp": 2, "ep": 2, "dp": 2, "zero_stage": 1},
+        {"schedule": "zbh1"}, {"num_microbatches": 2}, "full",
+    ),
+    "tp, three empty places": (
+        "deepseek_v3", {"num_layers": 5}, {"pp": 4, "tp": 2},
+        {"schedule": "interleaved", "empty_layers": "auto"}, {"num_microbatches": 4}, "none",
+    ),
+    "cp": (
+        "qwen3_moe", {"num_layers": 2}, {"pp": 2, "cp": 2, "cp_rotation": "alltoall"},
+        {"schedule": "zbh1"}, {"num_microbatches": 2}, "dots",
+    ),
+    "ZeRO-3, unrolled and uneven": (
+        "deepseek", {"num_layers": 3}, {"pp": 2, "dp": 2, "zero_stage": 3},
+        {"schedule": "zbh1", "layout": "Et|ttL"}, {"num_microbatches": 2, "scan_layers": False}, "none",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "layers", "parallel", "pipeline", "training"),
-    [
-        ("llama", 2, {"pp": 2}, {"schedule": "1f1b"}, FOUR),
-        ("llama", 2, {"pp": 2}, {"schedule": "gpipe"}, UNROLLED),
-        ("llama", 4, {"pp": 2}, {"schedule": "interleaved", "cells": "joint"}, FOUR),
-        ("llama", 4, {"pp": 2}, {"schedule": "zbv"}, FOUR),
-        ("llama", 4, {"pp": 4}, {"schedule": "zbh1"}, UNROLLED),
-        ("gpt2", 4, {"pp": 2}, {"schedule": "dualpipev"}, FOUR),
-    ],
-    ids=str,
-)
-def test_dense(small_config, assert_parity, shape, layers, parallel, pipeline, training):
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_device(small_config, assert_parity, name):
+    shape, model, parallel, pipeline, training, remat = CASES[name]
     assert_parity(
         small_config(
             shape,
-            model={"num_layers": layers},
+            model=model,
             parallel=parallel,
             pipeline=pipeline,
             training=training,
+            remat=remat,
         )
     )
