@@ -18,7 +18,9 @@ def test_a_mesh_axis_may_split_one_dim_only():
 
 
 def test_an_unknown_logical_axis_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown logical axis 'headz'; known: layers, vocab"):
+    with pytest.raises(
+        ValueError, match="unknown logical axis 'headz'; known: layers, modules, vocab"
+    ):
         ShardingRules().spec(("headz",))
 
 

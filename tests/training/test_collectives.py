@@ -167,7 +167,7 @@ def test_gpu_program_reduce_scatters_gradients(
             for info in jax.tree.leaves(infos)
         )
 
-    zero = objective.zero["moe_layers"]
+    zero = next(iter(objective.zero.values()))  # without stages all parts have the same rules
     stored, compute = zero.stored, zero.compute
     assert num_elements(found, "reduce-scatter") == elements(stored, infos)
     # Tokens per expert; number of targets, three losses, needed capacity.
