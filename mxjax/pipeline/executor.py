@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.pipeline.gradient_sums import add, sum_dtype, zero_sums
 from mxjax.pipeline.schedule import Kind
 from mxjax.pipeline.split import LayerSplit, split_layer
 from mxjax.pipeline.ticks import Flavour, Part, TickTable
@@ -206,7 +207,7 @@ class Pipeline:
         embed = partial(self.model.embed, microbatch=row["B.microbatch"])
         _, pullback = jax.vjp(embed, self.outer)
         (grads,) = pullback(_get(state["g"], row["B.dx"]))
-        state["outer"] = _sum(state["outer"], grads)
+        state["outer"] = add(state["outer"], grads)
         return state
 
     def _head(self, state: State, row: Row) -> State:
@@ -221,7 +222,7 @@ class Pipeline:
         gradient = jax.grad(head, argnums=(0, 1), has_aux=True)
         (grads, dx), of_head = gradient(self.outer, _get(state["x"], row["F.y"]))
         state["g"] = _put(state["g"], dx, row["F.g"])
-        state["outer"] = _sum(state["outer"], grads)
+        state["outer"] = add(state["outer"], grads)
         state["stats"] = self.model.add_head(state["stats"], row["F.microbatch"], of_head)
         return state
 
@@ -256,7 +257,7 @@ class Pipeline:
 
     def _training_state(self) -> State:
         state: State = {ring: self._ring(ring, self._stream) for ring in ("x", "g")}
-        state["outer"] = jax.tree.map(_zeros_fp32, self.outer)
+        state["outer"] = zero_sums(self.outer)
         state["stats"] = self.model.empty_statistics()
         for kind in self._present:
             for name in ("residuals", "kept", "cut"):
@@ -292,11 +293,10 @@ class Pipeline:
             partial(self.model.reduce, kind), self._layer_weights(kind, self._chunk_with(kind), 0)
         )
         if self._unrolled:
-            zeros = partial(jax.tree.map, _zeros_fp32)
-            return {f"grads/{kind}/{place}": zeros(like) for place in range(bases[-1])}
+            return {f"grads/{kind}/{place}": zero_sums(like) for place in range(bases[-1])}
         return {
             f"grads/{kind}/{chunk}": jax.tree.map(
-                lambda a, n=bases[chunk + 1] - base: jnp.zeros((n, *a.shape), _accumulated(a)), like
+                lambda a, n=bases[chunk + 1] - base: jnp.zeros((n, *a.shape), sum_dtype(a)), like
             )
             for chunk, base in enumerate(bases[:-1])
         }
@@ -416,11 +416,11 @@ class _Work:
         key = pipeline._grads_key(kind, self.part.chunk, j)
         total, grads = state[key], pipeline.model.reduce(kind, grads)
         if pipeline._unrolled:
-            state[key] = _sum(total, grads)
+            state[key] = add(total, grads)
             return
         # Without the barrier XLA copies the accumulator's slice out to fuse the addition.
         grads = lax.optimization_barrier(grads)
-        layer = _sum(jax.tree.map(lambda t: _get(t, j), total), grads)
+        layer = add(jax.tree.map(lambda t: _get(t, j), total), grads)
         state[key] = jax.tree.map(lambda t, value: _put(t, value, j), total, layer)
 
 
@@ -489,16 +489,3 @@ def _put(ring: jax.Array, value: jax.Array, *place: jax.Array | int) -> jax.Arra
 
 def _select(values, flags, wanted: bool) -> list:
     return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
-
-
-def _sum(total: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-
-
-def _accumulated(like: Any) -> jnp.dtype:
-    """Precision of the sum of such gradients."""
-    return jnp.promote_types(like.dtype, jnp.float32)
-
-
-def _zeros_fp32(like: Any) -> jax.Array:
-    return jnp.zeros(like.shape, _accumulated(like))

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mxjax.pipeline.executor import StagedModel
+from mxjax.pipeline.gradient_sums import add, zero_sums
 from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule
 from mxjax.pipeline.split import LayerSplit, split_layer
 from mxjax.pipeline.stacks import Stacks
@@ -182,10 +183,10 @@ class Stagewise:
     def _zeros(self, inputs, layers, outer):
         model = self.make_model(inputs)
         grads = {
-            kind: [_zeros_fp32(jax.eval_shape(partial(model.reduce, kind), tree)) for tree in trees]
+            kind: [zero_sums(jax.eval_shape(partial(model.reduce, kind), tree)) for tree in trees]
             for kind, trees in layers.items()
         }
-        return grads, _zeros_fp32(outer), model.empty_statistics()
+        return grads, zero_sums(outer), model.empty_statistics()
 
     def _cell(self, stages: tuple, sums, held, microbatches, given):
         """One cell: all its ops, layer by layer in turn."""
@@ -293,8 +294,7 @@ class _Work:
         if self.kind is Kind.F:
             split = self.owner.split(self.model, kind, weights, self.x, side)
             self.x, objective, stats, self.made[name] = split.forward(weights, self.x, side)
-            add = self.model.add_layer
-            state["stats"] = add(state["stats"], kind, index, objective, stats)
+            state["stats"] = self.model.add_layer(state["stats"], kind, index, objective, stats)
             return
         split: LayerSplit = self.owner._splits[kind]
         if self.kind is Kind.B:
@@ -308,7 +308,7 @@ class _Work:
             residuals = self.given["residuals"][name]
             self.x, grads = split.backward_both(weights, side, residuals, self.x)
         sums = list(state["grads"][kind])
-        sums[place] = _sum(sums[place], self.model.reduce(kind, grads))
+        sums[place] = add(sums[place], self.model.reduce(kind, grads))
         state["grads"][kind] = sums
 
     def end(self, state) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class _Work:
             head = partial(self.model.head, microbatch=self.microbatch)
             gradient = jax.grad(head, argnums=(0, 1), has_aux=True)
             (grads, dy), of_head = gradient(self.outer, self.x)
-            state["outer"] = _sum(state["outer"], grads)
+            state["outer"] = add(state["outer"], grads)
             state["stats"] = self.model.add_head(state["stats"], self.microbatch, of_head)
             return {"dy": dy, "residuals": self.made}
         if self.kind is Kind.W:
@@ -327,7 +327,7 @@ class _Work:
         if self.stage == 0:
             embed = partial(self.model.embed, microbatch=self.microbatch)
             _, pullback = jax.vjp(embed, self.outer)
-            state["outer"] = _sum(state["outer"], pullback(self.x)[0])
+            state["outer"] = add(state["outer"], pullback(self.x)[0])
         cut = {"cut": self.made} if self.kind is Kind.B else {}
         return cut if self.stage == 0 else cut | {"dx": self.x}
 
@@ -339,11 +339,3 @@ def _kept(residuals: dict[str, list], splits: dict[str, LayerSplit]) -> dict[str
         wanted = splits[name.rpartition("/")[0]].for_weights
         found[name] = [value for value, flag in zip(values, wanted, strict=True) if flag]
     return found
-
-
-def _sum(total: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-
-
-def _zeros_fp32(like: Any) -> Any:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), like)
