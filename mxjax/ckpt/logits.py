@@ -17,7 +17,7 @@ from tqdm import tqdm
 from mxjax.ckpt.errors import CheckpointFormatError
 from mxjax.ckpt.leaves import run_leaves
 from mxjax.ckpt.locate import Kind, Location, locate
-from mxjax.ckpt.tree import describe, named_leaves
+from mxjax.ckpt.tree import describe
 from mxjax.config import Config, load_settings, resolve_axes
 from mxjax.sharding.mesh import build_mesh, use_cpu_devices
 from mxjax.training.gradients import Objective
@@ -83,10 +83,11 @@ def _config(location: Location, seq_length: int, overrides: Sequence[str]) -> Co
             "param_dtype": saved["training"]["param_dtype"],
         },
     }
-    parallel = load_settings(settings, "the run's configuration", overrides).parallel
-    use_cpu_devices(parallel.cpu_devices)
-    resolved, _ = resolve_axes(parallel, jax.device_count())
-    batch = f"training.global_batch_size={resolved.dp * resolved.ep}"
+    asked = load_settings(settings, "the run's configuration", overrides)
+    use_cpu_devices(asked.parallel.cpu_devices)
+    parallel, _ = resolve_axes(asked.parallel, jax.device_count())
+    rows = parallel.dp * parallel.ep * asked.training.num_microbatches
+    batch = f"training.global_batch_size={rows}"
     return load_settings(
         settings, "the run's configuration", [*overrides, batch], lambda _: jax.device_count()
     )
@@ -95,22 +96,24 @@ def _config(location: Location, seq_length: int, overrides: Sequence[str]) -> Co
 def _weights(location: Location, objective: Objective) -> tuple[dict, jax.Array | None]:
     """Parameters where they belong, read one at a time, and the balancing bias."""
     leaves = run_leaves(location.folder)
-    infos = objective.model.infos
-    wanted = {f"params.{name}": info for name, info in named_leaves(infos).items()}
-    for name, info in wanted.items():
+    parts = objective.model.parts
+
+    def read(path, info, spec):
+        part = parts[path[0].key]
+        shape = info.shape if part.num_layers is None else (part.num_layers, *info.shape[1:])
+        name = "params." + ".".join(key.key for key in path)
         found = leaves.get(name)
-        if found is None or tuple(found.shape) != info.shape:
+        if found is None or tuple(found.shape) != shape:
             had = "is missing" if found is None else f"has shape {tuple(found.shape)}"
-            raise CheckpointFormatError(
-                f"{location.folder}: {name} {had}, expected shape {info.shape}."
-            )
-    names = jax.tree.unflatten(jax.tree.structure(infos), list(wanted))
+            raise CheckpointFormatError(f"{location.folder}: {name} {had}, expected shape {shape}.")
+        return NamedSharding(objective.mesh, spec), part, found
+
+    # All are looked at before the first is read.
+    found = jax.tree.map_with_path(read, objective.model.infos, objective.param_specs)
     params = jax.tree.map(
-        lambda name, spec: jax.device_put(
-            leaves[name].numpy(), NamedSharding(objective.mesh, spec)
-        ),
-        names,
-        objective.param_specs,
+        lambda of: jax.device_put(of[1].place(of[2].numpy()), of[0]),
+        found,
+        is_leaf=lambda node: isinstance(node, tuple),
     )
     bias = leaves["expert_bias"].numpy() if objective.model.num_routers else None
     return params, bias

@@ -114,12 +114,18 @@ class Part:
         if self.places is None:
             return jax.vmap(self._init_one)(keys)
         params = jax.vmap(self._init_one)(keys[np.maximum(self.places, 0)])
+        return jax.tree.map(lambda leaf: jnp.where(self._taken(leaf), leaf, 0), params)
 
-        def only_layers(stacked: jax.Array) -> jax.Array:
-            taken = (self.places >= 0).reshape(-1, *[1] * (stacked.ndim - 1))
-            return jnp.where(taken, stacked, 0)
+    def place(self, layers: np.ndarray) -> np.ndarray:
+        """One stacked array as a checkpoint has it, in the order of the model, at `places`."""
+        if self.places is None:
+            return layers
+        stacked = layers[np.maximum(self.places, 0)]
+        return np.where(self._taken(stacked), stacked, np.zeros((), layers.dtype))
 
-        return jax.tree.map(only_layers, params)
+    def _taken(self, stacked: np.ndarray | jax.Array) -> np.ndarray:
+        """Which places of `stacked` hold a layer; broadcasts against it."""
+        return (self.places >= 0).reshape(-1, *[1] * (stacked.ndim - 1))
 
     def _init_one(self, key: jax.Array) -> Params:
         with nnx.use_eager_sharding(False):
