@@ -275,9 +275,14 @@ class PipelineConfig:
     transfers: Literal["auto", "immediate", "deferred"] = "auto"
     """one_program: a tensor crosses to the next rank as soon as it is there, or just before it is
     needed; `auto`: the faster by simulation."""
-    costs: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (1.0, 1.2, 0.8)
+    costs: Literal["measured"] | tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (
+        1.0,
+        1.2,
+        0.8,
+    )
     """Time of a rank's layers for one microbatch: forward, gradient of the input, gradients of
-    weights, in any unit. For the choices `auto` and for the bubble that `--plan` shows."""
+    weights, in any unit. For the choices `auto` and for the bubble that `--plan` shows. `measured`:
+    by a few programs when a run starts; a plan then assumes the default."""
     layout: str | None = None
     """Megatron's layout string: stages separated by |, of E embedding, t layer, m multi-token
     prediction, L loss, as in `Ett|(ttt|)*6,tt,m,L`; null: even."""

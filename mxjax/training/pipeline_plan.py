@@ -73,7 +73,8 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
     table, cells, transfers = training_choice(config, objective.stacks)
     layout = objective.stacks.layout
     sizes = [sum(counts) for counts in objective.stacks.stage_layers]
-    simulated = simulate(table.schedule, costs(config), sizes)
+    found = costs(config)
+    simulated = simulate(table.schedule, found, sizes)
     held = zip(simulated.activations_until_B, simulated.activations_until_W, strict=True)
     return PipelinePlan(
         schedule=table.schedule.name,
@@ -82,12 +83,12 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
         transfers=transfers,
         chunks=layout.num_chunks,
         microbatches=table.schedule.num_microbatches,
-        costs=config.pipeline.costs,
+        costs=(found.F, found.B, found.W),
         ideal=simulated.ideal,
         makespan=simulated.makespan,
         bubble=simulated.bubble / simulated.makespan,
         ticks=table.num_ticks,
-        makespan_of_ticks=time_of_ticks(table, costs(config)),
+        makespan_of_ticks=time_of_ticks(table, found),
         rings=dict(table.slots),
         ranks=tuple(
             RankPlan(

@@ -1,7 +1,7 @@
 """Loss and gradients of a model whose layers are spread over pipeline stages.
 
 What `gradients.py` does in a loop over microbatches, the tick executor does here, stage by stage:
-`_Staged` shows it the same model in pieces. Embedding, head and multi-token prediction are computed
+`Staged` shows it the same model in pieces. Embedding, head and multi-token prediction are computed
 by the first and the last stage only, but with one program for all ranks each has room for them;
 between steps ZeRO shards them over `pp` too.
 """
@@ -66,7 +66,7 @@ class PipelinedObjective(Objective):
 
     def _loss_and_gradients(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
-        staged = _Staged(self, bias_LE, batch, self._rank_key(key), num_targets)
+        staged = Staged(self, bias_LE, batch, self._rank_key(key), num_targets)
         table = training_table(self.config, self.stacks)
         layers, outer = self._layers_and_outer(params)
         sums = Pipeline(staged, table, layers, outer).train()
@@ -107,9 +107,9 @@ class PipelinedObjective(Objective):
         }
         return inputs, layers, outer
 
-    def _staged_of(self, inputs) -> _Staged:
+    def _staged_of(self, inputs) -> Staged:
         key = jax.random.wrap_key_data(inputs["key"])
-        return _Staged(self, inputs["bias_LE"], inputs["batch"], key, inputs["num_targets"])
+        return Staged(self, inputs["bias_LE"], inputs["batch"], key, inputs["num_targets"])
 
     def _finish(self, grads, d_outer, stats, num_targets):
         """Gradients and statistics of the whole mesh, of one device's sums over microbatches."""
@@ -126,7 +126,7 @@ class PipelinedObjective(Objective):
 
     def _evaluate(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
-        staged = _Staged(self, bias_LE, batch, None, num_targets)
+        staged = Staged(self, bias_LE, batch, None, num_targets)
         table = evaluation_table(self.config, self.stacks, batch["tokens"].shape[0])
         stats, broken = Pipeline(staged, table, *self._layers_and_outer(params)).evaluate()
         broken = collectives.psum(broken, self.mesh.axis_names)
@@ -170,7 +170,7 @@ class PipelinedObjective(Objective):
         return rematerialise(layer, self.config.remat, gathers_weights=False, in_scan=in_scan)
 
 
-class _Staged:
+class Staged:
     """An `Objective` and a batch [M, B, S] as the executor's `StagedModel`."""
 
     def __init__(
@@ -295,7 +295,7 @@ class _Staged:
         return objective.zero[kind].scatter_gradients(grads, self.model.parts[kind].layer_infos)
 
 
-class _Predicting(_Staged):
+class _Predicting(Staged):
     """The same, with the head's predictions for the one microbatch as the only statistics."""
 
     what: str
