@@ -12,8 +12,8 @@ from mxjax.pipeline.ticks import compile_ticks
 from tests.pipeline.toy_model import assert_close, parameters, plain, stacks_of, toy_model
 
 
-def pipelined(toy, table, layers, outer, unrolled, evaluate=False):
-    """The same through the executor, gradients put back into the order of the layers."""
+def program(toy, table, layers, outer, unrolled, evaluate=False):
+    """The executor's program, and its arguments."""
     P = table.schedule.num_ranks
     where = {kind: table.stacks.places(kind) for kind in toy.kinds}
     first = {"wide": 0, "narrow": toy.num_wide}
@@ -44,10 +44,15 @@ def pipelined(toy, table, layers, outer, unrolled, evaluate=False):
     spec, whole = PartitionSpec("pp"), PartitionSpec()
     out = whole if evaluate else (whole, spec, whole)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(spec, whole), out_specs=out, check_vma=False)
-    result = jax.jit(mapped)(stacked, outer)
-    if evaluate:
-        return result
-    stats, grads, d_outer = result
+    return jax.jit(mapped), (stacked, outer)
+
+
+def pipelined(toy, table, layers, outer, unrolled):
+    """Statistics, and gradients put back into the order of the layers."""
+    run, arguments = program(toy, table, layers, outer, unrolled)
+    stats, grads, d_outer = run(*arguments)
+    where = {kind: table.stacks.places(kind) for kind in toy.kinds}
+    first = {"wide": 0, "narrow": toy.num_wide}
     in_order = [None] * len(layers)
     for kind in toy.kinds:
         for row, number in enumerate(where[kind]):
@@ -72,6 +77,9 @@ CASES = {
     "zbh1": ("zbh1", 4, 6, {}, [(1, 0), (1, 1), (0, 2), (0, 1)]),
     "zbv": ("zbv", 2, 4, {}, [(1, 0), (1, 0), (0, 1), (0, 1)]),
     "dualpipev": ("dualpipev", 2, 4, {}, [(2, 0), (1, 1), (0, 2), (0, 1)]),
+    "dualpipev on 8 ranks, three empty places": (
+        "dualpipev", 8, 16, {}, [(0, 0), *[(1, 0)] * 4, *[(0, 1)] * 9, (0, 0), (0, 0)],
+    ),
 }  # fmt: skip
 
 
@@ -102,5 +110,22 @@ def test_a_forward_pass_alone_reports_the_same(placement):
     table = compile_ticks(schedule, stacks_of(schedule, stage_layers))
     layers, outer = parameters(2, 4)
     toy = toy_model(3, 2)
-    stats = pipelined(toy, table, layers, outer, unrolled=False, evaluate=True)
-    assert_close(stats, plain(toy, layers, outer)[0])
+    run, arguments = program(toy, table, layers, outer, unrolled=False, evaluate=True)
+    assert_close(run(*arguments), plain(toy, layers, outer)[0])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"])
+def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name):
+    chunks = 2 if name in ("interleaved", "zbv", "dualpipev") else 1
+    stage_layers = [(1, 0)] * (4 * chunks)
+    layers, outer = parameters(len(stage_layers), 0, width=512)
+    temporary = []
+    for M in (8, 32):
+        schedule = make_schedule(name, 4, M, chunks)
+        table = compile_ticks(schedule, stacks_of(schedule, stage_layers))
+        run, arguments = program(toy_model(M, 8), table, layers, outer, unrolled=False)
+        compiled = run.lower(*arguments).compile({"xla_backend_optimization_level": 0})
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    # What does grow is the table, one row a tick.
+    assert (temporary[1] > 1.5 * temporary[0]) == (name == "gpipe"), temporary
+    assert name == "gpipe" or temporary[1] < 1.1 * temporary[0], temporary

@@ -60,7 +60,7 @@ class Toy:
         return grads
 
 
-def parameters(num_wide, num_narrow):
+def parameters(num_wide, num_narrow, width=12):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -69,7 +69,7 @@ def parameters(num_wide, num_narrow):
     def layer(width):
         return {"up": normal(H, width), "down": normal(width, H), "scale": normal(H)}
 
-    layers = [layer(12) for _ in range(num_wide)] + [layer(5) for _ in range(num_narrow)]
+    layers = [layer(width) for _ in range(num_wide)] + [layer(5) for _ in range(num_narrow)]
     return layers, {"table": normal(VOCAB, H)}
 
 
