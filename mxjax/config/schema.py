@@ -264,6 +264,10 @@ class PipelineConfig:
     vpp: Positive | None = None
     """Chunks of layers on each rank (virtual pipeline); null: 2 for schedules with several, else
     1."""
+    max_activations: Positive | None = None
+    """zbh1: microbatches that a rank may hold until their gradients of weights. From `parallel.pp`
+    on, an order is searched for the given `costs` that fills more of the gaps the more it may hold,
+    up to twice `parallel.pp`; null: the fixed order, which holds `parallel.pp`."""
     cells: Literal["auto", "full", "split", "joint"] = "auto"
     """gpipe, 1f1b, interleaved: `full` computes both gradients at once, `split` sends that of the
     input on before it computes those of weights, `joint` runs a forward and a backward pass at the

@@ -10,6 +10,7 @@ from mxjax.pipeline.schedules import SCHEDULES, forward_only, make_schedule
 from mxjax.pipeline.simulate import Costs
 from mxjax.pipeline.stacks import Stacks
 from mxjax.pipeline.ticks import TickTable, compile_ticks, time_of_ticks
+from mxjax.pipeline.zero_bubble import search_zero_bubble
 
 if TYPE_CHECKING:  # the configuration's rules import this module
     from mxjax.config.schema import Config
@@ -55,6 +56,10 @@ def training_schedule(config: Config, cells: str | None = None) -> Schedule:
       ScheduleError: it cannot be made for these numbers; its `key` is an argument of
         `make_schedule`.
     """
+    pipeline, ranks = config.pipeline, config.parallel.pp
+    if pipeline.schedule == "zbh1" and pipeline.max_activations is not None:
+        microbatches = config.training.num_microbatches
+        return search_zero_bubble(ranks, microbatches, costs(config), pipeline.max_activations)
     wanted = cells or config.pipeline.cells
     return make_schedule(
         config.pipeline.schedule,

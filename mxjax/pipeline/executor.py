@@ -18,6 +18,7 @@ gets only those that it changes: XLA copies what a `cond` merely passes on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -268,9 +269,7 @@ class Pipeline:
     def _layer_values(self, name: str, kind: str) -> list[jax.ShapeDtypeStruct]:
         """What one layer puts into the rings of this name."""
         split = self._splits[kind]
-        if name == "cut":
-            return list(split.cut)
-        return _select(split.residuals, split.for_weights, name == "kept")
+        return list(split.cut) if name == "cut" else _of_ring(name, split, split.residuals)
 
     def _layer_rings(self, name: str, kind: str) -> State:
         """Rings for the layers of one stage. Elements are flat: XLA would choose other layouts for
@@ -326,12 +325,7 @@ class _Work:
     def __init__(self, pipeline: Pipeline, part: Part, row: Row):
         self.pipeline, self.part, self.row = pipeline, part, row
         self.letter = part.kind.value[0]
-        kinds = pipeline.table.stacks.kinds
         self.layers = part.layers_of(pipeline.table.stacks)
-        if part.kind in (Kind.B, Kind.BW):
-            self.layers.reverse()
-        self.kinds = [kind for kind, n in zip(kinds, part.layers, strict=True) if n]
-        self.offsets = {kind: sum(part.layers[:i]) for i, kind in enumerate(kinds)}
 
     def begin(self, state: State) -> None:
         """Fetches the input."""
@@ -344,7 +338,8 @@ class _Work:
     def step(self, state: State, kind: str, j: int | jax.Array) -> None:
         """Layer `j` of its kind on this stage."""
         pipeline = self.pipeline
-        index = self.row[f"{self.letter}.first_layer"] + self.offsets[kind] + j
+        before = self.part.before(kind, pipeline.table.stacks)
+        index = self.row[f"{self.letter}.first_layer"] + before + j
         side = pipeline.model.side(kind, self.ctx, index)
         weights = pipeline._layer_weights(kind, self.part.chunk, j)
         {
@@ -368,9 +363,8 @@ class _Work:
         else:
             split = self.pipeline._splits[kind]
             state["F"], objective, stats, residuals = split.forward(weights, state["F"], side)
-            for name, wanted in (("residuals", False), ("kept", True)):
-                values = _select(residuals, split.for_weights, wanted)
-                self._write(state, name, kind, j, values)
+            for name in ("residuals", "kept"):
+                self._write(state, name, kind, j, _of_ring(name, split, residuals))
         state["stats"] = model.add_layer(state["stats"], kind, index, objective, stats)
 
     def _backward(self, state, kind, j, index, weights, side) -> None:
@@ -428,12 +422,9 @@ def _in_step(works: list[_Work]) -> list[list[tuple[_Work, str, int]]]:
     """Loops over layers of one kind: each a list of (work, kind, layers). The ops of a pair share
     a loop where both are made of the same layers."""
     runs = [
-        [(work, kind, sum(k == kind for k, _ in work.layers)) for kind in work.kinds]
+        [(work, kind, n) for kind, n in Counter(kind for kind, _ in work.layers).items()]
         for work in works
     ]
-    for work, run in zip(works, runs, strict=True):
-        if work.part.kind in (Kind.B, Kind.BW):
-            run.reverse()
     if len(runs) == 2 and [r[1:] for r in runs[0]] == [r[1:] for r in runs[1]]:
         return [list(pair) for pair in zip(*runs, strict=True)]
     return [[one] for run in runs for one in run]
@@ -487,5 +478,8 @@ def _put(ring: jax.Array, value: jax.Array, *place: jax.Array | int) -> jax.Arra
     return lax.dynamic_update_slice(ring, value, starts, allow_negative_indices=False)
 
 
-def _select(values, flags, wanted: bool) -> list:
-    return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
+def _of_ring(name: str, split: LayerSplit, residuals) -> list:
+    """Those that go into the rings `kept`, or the others."""
+    if name == "kept":
+        return split.kept_of(residuals)
+    return [r for r, needed in zip(residuals, split.for_weights, strict=True) if not needed]

@@ -71,6 +71,10 @@ class LayerSplit:
         n = self._stats.num_leaves
         return y, objective, jax.tree.unflatten(self._stats, rest[:n]), rest[n:]
 
+    def kept_of(self, residuals) -> list[Any]:
+        """Those of the residuals (or of what stands for them) that W needs."""
+        return [r for r, needed in zip(residuals, self.for_weights, strict=True) if needed]
+
     def infer(self, params, x, side) -> tuple[jax.Array, jax.Array, Any]:
         """y, objective, statistics."""
         return self.forward(params, x, side)[:3]
@@ -81,7 +85,7 @@ class LayerSplit:
         return dx, cut
 
     def weight_gradients(self, params, side, residuals, cut) -> Any:
-        """Gradients of the weights; `residuals` are those that `for_weights` says."""
+        """Gradients of the weights; `residuals` are those of `kept_of`."""
         leaves = jax.tree.leaves((params, side, list(residuals), list(cut)))
         return jax.tree.unflatten(self._params, self.programs["W"](leaves))
 

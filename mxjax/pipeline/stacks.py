@@ -40,6 +40,10 @@ class Stacks:
             for layers in self.layout.layers
         )
 
+    def first_layer(self, stage: int) -> int:
+        """Layers of the model before those of a stage."""
+        return sum(map(sum, self.stage_layers[:stage]))
+
     @cached_property
     def bases(self) -> dict[str, list[int]]:
         """For each kind, the first place of each chunk on a rank, and behind them the number of

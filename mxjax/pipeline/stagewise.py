@@ -27,6 +27,7 @@ from mxjax.pipeline.gradient_sums import add, zero_sums
 from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule
 from mxjax.pipeline.split import LayerSplit, split_layer
 from mxjax.pipeline.stacks import Stacks
+from mxjax.pipeline.ticks import Part
 from mxjax.pipeline.validate import execution_order
 
 AXIS = "pp"
@@ -136,7 +137,10 @@ class Stagewise:
             name = (op.stage, op.microbatch)
             if op.kind is Kind.F:
                 run.residuals[name] = result["residuals"]
-                run.kept[name] = _kept(result["residuals"], self._splits)
+                run.kept[name] = {
+                    layer: self._splits[layer.rpartition("/")[0]].kept_of(values)
+                    for layer, values in result["residuals"].items()
+                }
                 self._send(result, op, streams)
             elif op.kind is not Kind.W:
                 if op.kind is Kind.B:
@@ -267,15 +271,8 @@ class _Work:
         self.owner, self.model, self.weights, self.outer = owner, model, layers, outer
         self.kind, self.stage, self.microbatch, self.given = kind, stage, microbatch, given
         stacks: Stacks = owner.stacks
-        counts = stacks.stage_layers[stage]
-        self.layers = [
-            (name, j) for name, n in zip(stacks.kinds, counts, strict=True) for j in range(n)
-        ]
-        self.offsets = {name: sum(counts[:i]) for i, name in enumerate(stacks.kinds)}
-        self.first = sum(sum(c) for c in stacks.stage_layers[:stage])
-        self.chunk = owner.schedule.chunk_of(stage)
-        if kind in (Kind.B, Kind.BW):
-            self.layers.reverse()
+        self.part = Part(kind, owner.schedule.chunk_of(stage), stacks.stage_layers[stage])
+        self.layers = self.part.layers_of(stacks)
         self.made: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -287,9 +284,10 @@ class _Work:
             self.x = self.given["dy"]
 
     def step(self, state, kind: str, j: int) -> None:
-        index = jnp.int32(self.first + self.offsets[kind] + j)
+        stacks = self.owner.stacks
+        index = jnp.int32(stacks.first_layer(self.stage) + self.part.before(kind, stacks) + j)
         side = self.model.side(kind, self.ctx, index)
-        place = self.owner.stacks.bases[kind][self.chunk] + j
+        place = stacks.bases[kind][self.part.chunk] + j
         weights, name = self.weights[kind][place], f"{kind}/{j}"
         if self.kind is Kind.F:
             split = self.owner.split(self.model, kind, weights, self.x, side)
@@ -330,12 +328,3 @@ class _Work:
             state["outer"] = add(state["outer"], pullback(self.x)[0])
         cut = {"cut": self.made} if self.kind is Kind.B else {}
         return cut if self.stage == 0 else cut | {"dx": self.x}
-
-
-def _kept(residuals: dict[str, list], splits: dict[str, LayerSplit]) -> dict[str, list]:
-    """Those of a cell's residuals that W needs too."""
-    found = {}
-    for name, values in residuals.items():
-        wanted = splits[name.rpartition("/")[0]].for_weights
-        found[name] = [value for value, flag in zip(values, wanted, strict=True) if flag]
-    return found

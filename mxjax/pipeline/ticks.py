@@ -32,9 +32,15 @@ class Part:
     layers: LayerCounts
 
     def layers_of(self, stacks: Stacks) -> list[tuple[str, int]]:
-        """Kind of each layer and its number among those of its kind on the stage."""
+        """Kind of each layer and its number among those of its kind on the stage, in the order in
+        which the op takes them."""
         counts = zip(stacks.kinds, self.layers, strict=True)
-        return [(kind, j) for kind, n in counts for j in range(n)]
+        found = [(kind, j) for kind, n in counts for j in range(n)]
+        return found[::-1] if self.kind in (Kind.B, Kind.BW) else found
+
+    def before(self, kind: str, stacks: Stacks) -> int:
+        """Layers of the stage that come before those of this kind in the model."""
+        return sum(self.layers[: list(stacks.kinds).index(kind)])
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,6 @@ class _Compiler:
             for part in op.parts
         }
         self.num_ticks = 1 + max(max(ticks) for ticks in self.ticks if ticks)
-        self.starts = np.cumsum([0, *map(sum, self.stage_layers)])
         self.lives: dict[str, list[list[tuple[int, int, object]]]] = {}
         self.moves: list[tuple[int, str, object, object, int, int]] = []
 
@@ -311,7 +316,7 @@ class _Compiler:
         """Names and values of an op's entries."""
         letter = "F" if op.kind is Kind.F else "W" if op.kind is Kind.W else "B"
         yield f"{letter}.microbatch", op.microbatch
-        yield f"{letter}.first_layer", int(self.starts[op.stage])
+        yield f"{letter}.first_layer", self.stacks.first_layer(op.stage)
         last = self.schedule.num_stages - 1
         parts = op.parts
         if op.kind is Kind.F:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule, ScheduleError
@@ -22,6 +23,7 @@ _SAME = 1e-9
 """Relative difference of makespans that is rounding."""
 
 
+@cache
 def search_zero_bubble(
     num_ranks: int, num_microbatches: int, costs: Costs, max_activations: int
 ) -> Schedule:

@@ -58,7 +58,7 @@ def _used_before(config: Config) -> tuple[float, float, float] | None:
 
 def _layers(config: Config) -> tuple:
     """What costs depend on, and somewhat more."""
-    training = replace(config.training, num_steps=0)
+    training = replace(config.training, num_steps=1)
     pipeline = replace(config.pipeline, costs="measured")
     return config.model, config.moe, config.parallel, config.remat, training, pipeline
 
@@ -129,8 +129,7 @@ class _Layer:
         return self.split.backward(weights, self._side(given), residuals, dy)
 
     def late(self, given, weights, sums, residuals, cut):
-        needed = zip(residuals, self.split.for_weights, strict=True)
-        kept = [value for value, wanted in needed if wanted]
+        kept = self.split.kept_of(residuals)
         grads = self.split.weight_gradients(weights, self._side(given), kept, cut)
         return add(sums, self._staged(given).reduce(self.kind, grads))
 

@@ -103,6 +103,16 @@ REFUSED = {
         "training.num_microbatches",
         "take 4 or 2, or 1f1b",
     ),
+    "activations of an order that is not searched": (
+        {"layers": 4, "pp": 2, "pipeline": {"schedule": "1f1b", "max_activations": 4}},
+        "pipeline.max_activations",
+        "set pipeline.schedule to zbh1",
+    ),
+    "fewer activations than ranks": (
+        {"layers": 4, "pp": 4, "pipeline": {"schedule": "zbh1", "max_activations": 3}},
+        "pipeline.max_activations",
+        "take 4 to 8",
+    ),
     "too few microbatches for dualpipev": (
         {"layers": 8, "pp": 2, "pipeline": {"schedule": "dualpipev"}, "num_microbatches": 3},
         "training.num_microbatches",
@@ -164,6 +174,19 @@ def test_what_is_left_open_is_the_fastest_by_simulation(config_of):
         pipeline = {"schedule": "1f1b", "costs": costs, "cells": form, "transfers": transfers}
         given = config_of(8, 4, pipeline)
         assert time_of_ticks(training_table(given, stacks), Costs(*costs)) == time
+
+
+def test_zbh1_with_more_activations_is_searched_for_the_costs(config_of):
+    costs = (1.0, 1.3, 1.1)
+    fixed, searched = (
+        config_of(4, 2, {"schedule": "zbh1", "costs": costs, "max_activations": limit})
+        for limit in (None, 4)
+    )
+    assert problems(searched) == []
+    times = [
+        time_of_ticks(training_table(c, layer_stacks(c)), Costs(*costs)) for c in (fixed, searched)
+    ]
+    assert times[1] < times[0]
 
 
 def test_evaluation_takes_any_number_of_microbatches(config_of):

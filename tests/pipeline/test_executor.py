@@ -8,7 +8,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mxjax.pipeline.executor import Pipeline
 from mxjax.pipeline.schedules import forward_only, make_schedule
+from mxjax.pipeline.simulate import Costs
 from mxjax.pipeline.ticks import compile_ticks
+from mxjax.pipeline.zero_bubble import search_zero_bubble
 from tests.pipeline.toy_model import assert_close, parameters, plain, stacks_of, toy_model
 
 
@@ -75,6 +77,7 @@ CASES = {
         "interleaved", 2, 4, {"num_chunks": 2, "cells": "joint"}, [(1, 0), (1, 1), (0, 2), (0, 1)],
     ),
     "zbh1": ("zbh1", 4, 6, {}, [(1, 0), (1, 1), (0, 2), (0, 1)]),
+    "zbh1, searched": ("searched", 2, 5, {"max_activations": 4}, [(2, 0), (0, 2)]),
     "zbv": ("zbv", 2, 4, {}, [(1, 0), (1, 0), (0, 1), (0, 1)]),
     "dualpipev": ("dualpipev", 2, 4, {}, [(2, 0), (1, 1), (0, 2), (0, 1)]),
     "dualpipev on 8 ranks, three empty places": (
@@ -92,7 +95,10 @@ UNROLLED = ("gpipe", "1f1b split", "zbh1", "dualpipev")
 )
 def test_gradients_equal_those_of_plain_autodiff(case, unrolled):
     name, P, M, options, stage_layers = CASES[case]
-    schedule = make_schedule(name, P, M, **options)
+    if name == "searched":
+        schedule = search_zero_bubble(P, M, Costs(1, 1.3, 1.1), **options)
+    else:
+        schedule = make_schedule(name, P, M, **options)
     table = compile_ticks(schedule, stacks_of(schedule, stage_layers), deferred=unrolled)
     num_wide = sum(counts[0] for counts in stage_layers)
     layers, outer = parameters(num_wide, sum(counts[1] for counts in stage_layers))

@@ -51,10 +51,31 @@ def layers_fit_the_stages(c: Config) -> Findings:
 def schedule_fits_the_microbatches(c: Config) -> Findings:
     if c.parallel.pp == 1:
         return
+    if c.pipeline.max_activations is not None:  # any microbatches will do; the search takes long
+        return
     try:
         training_schedule(c)
     except ScheduleError as error:
         yield _finding(error)
+
+
+@rule
+def limits_of_activations_are_for_zbh1(c: Config) -> Findings:
+    limit = c.pipeline.max_activations
+    if limit is None or c.parallel.pp == 1:
+        return
+    if c.pipeline.schedule != "zbh1":
+        yield (
+            "pipeline.max_activations",
+            f"{limit}, but only the order of zbh1 is searched; set pipeline.schedule to zbh1, or"
+            " leave it out",
+        )
+    elif limit < c.parallel.pp:
+        yield (
+            "pipeline.max_activations",
+            f"{limit} is below parallel.pp, {c.parallel.pp}, which the fixed order holds; take"
+            f" {c.parallel.pp} to {2 * c.parallel.pp}",
+        )
 
 
 @rule

@@ -1,0 +1,70 @@
+"""`pipeline.costs: measured`."""
+
+import dataclasses
+
+import pytest
+
+from mxjax.config import to_yaml
+from mxjax.pipeline.simulate import Costs
+from mxjax.training import layer_costs
+from mxjax.training.layer_costs import measure_costs, with_costs
+from mxjax.training.pipelined import PipelinedObjective
+
+
+@pytest.fixture
+def config(small_config, tmp_path):
+    config = small_config(
+        "deepseek",
+        model={"num_layers": 4},
+        parallel={"pp": 2, "ep": 2},
+        pipeline={"schedule": "zbh1", "costs": "measured"},
+        training={"num_microbatches": 4, "global_batch_size": 8},
+    )
+    return dataclasses.replace(config, run_dir=str(tmp_path))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Costs in place of measured ones, and how often they were asked for."""
+    calls = []
+
+    def measure(objective):
+        calls.append(objective)
+        return Costs(F=2.0, B=3.00001, W=1.0)
+
+    monkeypatch.setattr(layer_costs, "measure_costs", measure)
+    return calls
+
+
+def write(config):
+    with open(f"{config.run_dir}/config.yaml", "w") as file:
+        file.write(to_yaml(config))
+
+
+def test_every_kind_of_layer_is_timed_with_the_collectives_in_it(config, mesh_of):
+    costs = measure_costs(PipelinedObjective(config, mesh_of(config)))
+    assert min(costs.F, costs.B, costs.W, costs.BW) > 0
+
+
+def test_numbers_take_the_place_of_the_word(config, mesh_of, measured):
+    found = with_costs(config, mesh_of(config))
+    assert found.pipeline.costs == (2.0, 3.0, 1.0)
+    assert len(measured) == 1
+    assert with_costs(found, mesh_of(config)) is found, "numbers are left alone"
+
+
+def test_a_run_that_resumes_takes_those_that_it_began_with(config, mesh_of, measured):
+    costs = (1.0, 2.0, 3.0)
+    write(dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, costs=costs)))
+    longer = dataclasses.replace(config.training, num_steps=config.training.num_steps + 1)
+    resumed = dataclasses.replace(config, training=longer)
+    assert with_costs(resumed, mesh_of(config)).pipeline.costs == costs
+    assert not measured
+
+
+def test_another_layer_is_measured_anew(config, mesh_of, measured):
+    costs = dataclasses.replace(config.pipeline, costs=(1.0, 2.0, 3.0))
+    wider = dataclasses.replace(config.model, ffn_hidden_size=96)
+    write(dataclasses.replace(config, pipeline=costs, model=wider))
+    assert with_costs(config, mesh_of(config)).pipeline.costs == (2.0, 3.0, 1.0)
+    assert len(measured) == 1
