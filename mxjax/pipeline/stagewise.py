@@ -1,19 +1,22 @@
 """Running a schedule as many programs: each cell is a program of its rank's devices alone.
 
-The other executor over the same schedules and the same layer split. The host walks through the
-schedule and sends off one compiled program per cell; devices run ahead on their own, and a rank
-waits only for what it needs. What layers leave for their backward passes are plain arrays, which
-no ring copies. It is for one process that drives all devices, and for few enough cells that the
-host keeps ahead.
+The other executor over the same schedules and the same layer split. For each rank a thread of the
+host walks through its cells and sends off one compiled program for each; devices run ahead on their
+own, and a rank waits only for what it needs. What layers leave for their backward passes are plain
+arrays, which no ring copies. It is for one process that drives all devices, and for cells long
+enough that the host keeps ahead.
 
 Every array between programs is that of one device with a leading dim for the devices of the rank
-(`_VARYING`): programs are fully manual, and nothing is equal on several devices that need be known.
+(`Stagewise._varying`): programs are fully manual, and nothing is equal on several devices that need
+be known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from threading import Condition, Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +31,6 @@ from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule
 from mxjax.pipeline.split import LayerSplit, split_layer
 from mxjax.pipeline.stacks import Stacks
 from mxjax.pipeline.ticks import Part
-from mxjax.pipeline.validate import execution_order
 
 AXIS = "pp"
 
@@ -61,8 +63,9 @@ class Stagewise:
             Mesh(mesh.devices[rank : rank + 1], mesh.axis_names) for rank in range(mesh.shape[AXIS])
         ]
         self._varying = PartitionSpec(mesh.axis_names)
-        self._order = execution_order(schedule)
+        self._threads = ThreadPoolExecutor(len(self.meshes), thread_name_prefix="stage")
         self._splits: dict[str, LayerSplit] = {}
+        self._splitting = Lock()
         self._programs: dict[tuple, Callable] = {}
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
@@ -84,9 +87,11 @@ class Stagewise:
         for rank, run in enumerate(runs):
             zeros = self._program(("zeros", rank), self._zeros, rank)
             run.grads, run.outer_grads, run.stats = zeros(run.inputs, run.layers, run.outer)
-        streams: dict[Op, Any] = {}  # inputs of ops, on the devices of their rank
-        for rank, number in self._order:
-            self._run(runs[rank], rank, self.schedule.cells[rank][number], streams)
+        streams = _Streams()
+        walk = partial(self._walk, streams, jax.config.jax_default_matmul_precision)
+        walks = [self._threads.submit(walk, rank, run) for rank, run in enumerate(runs)]
+        wait(walks)
+        streams.check()
         return (
             self._joined([run.grads for run in runs]),
             self._joined([run.outer_grads for run in runs]),
@@ -112,7 +117,16 @@ class Stagewise:
             )
         )
 
-    def _run(self, run: _Rank, rank: int, cell: Cell, streams: dict[Op, Any]) -> None:
+    def _walk(self, streams: _Streams, precision: str | None, rank: int, run: _Rank) -> None:
+        """Sends off all cells of a rank. Threads do not inherit JAX's settings: `precision`."""
+        try:
+            with jax.default_matmul_precision(precision):
+                for cell in self.schedule.cells[rank]:
+                    self._run(run, rank, cell, streams)
+        except BaseException as error:
+            streams.fail(error)
+
+    def _run(self, run: _Rank, rank: int, cell: Cell, streams: _Streams) -> None:
         """Sends off one cell, and its results on their way."""
         stages = tuple((op.kind, op.stage) for op in cell)
         program = self._program((rank, *stages), partial(self._cell, stages), rank, donate=(0,))
@@ -120,11 +134,11 @@ class Stagewise:
         for op in cell:
             name = (op.stage, op.microbatch)
             if op.kind is Kind.F:
-                given.append({"x": streams.pop(op, None)})
+                given.append({"x": streams.take(op) if op.stage else None})
             elif op.kind is Kind.W:
                 given.append({"kept": run.kept.pop(name), "cut": run.cut.pop(name)})
             else:
-                dy = streams.pop(op.parts[0])
+                dy = streams.take(op.parts[0])
                 given.append({"dy": dy, "residuals": run.residuals.pop(name)})
                 if op.kind is Kind.BW:
                     run.kept.pop(name)
@@ -147,11 +161,11 @@ class Stagewise:
                     run.cut[name] = result["cut"]
                 self._send(result, op, streams)
 
-    def _send(self, result: dict[str, Any], op: Op, streams: dict[Op, Any]) -> None:
+    def _send(self, result: dict[str, Any], op: Op, streams: _Streams) -> None:
         last = self.schedule.num_stages - 1
         if op.kind is Kind.F:
             if op.stage == last:
-                streams[Op(Kind.B, op.stage, op.microbatch)] = result["dy"]
+                streams.put(Op(Kind.B, op.stage, op.microbatch), result["dy"])
                 return
             user, value = Op(Kind.F, op.stage + 1, op.microbatch), result["y"]
         elif op.stage == 0:
@@ -159,7 +173,7 @@ class Stagewise:
         else:
             user, value = Op(Kind.B, op.stage - 1, op.microbatch), result["dx"]
         target = self.meshes[self.schedule.stage_to_rank[user.stage]]
-        streams[user] = jax.device_put(value, NamedSharding(target, self._varying))
+        streams.put(user, jax.device_put(value, NamedSharding(target, self._varying)))
 
     # Programs
 
@@ -213,9 +227,10 @@ class Stagewise:
 
     def split(self, model: StagedModel, kind: str, weights, x, side) -> LayerSplit:
         """F, B and W of a kind of layer; made by the first program that has one."""
-        if kind not in self._splits:
-            self._splits[kind] = split_layer(partial(model.layer, kind), weights, x, side)
-        return self._splits[kind]
+        with self._splitting:
+            if kind not in self._splits:
+                self._splits[kind] = split_layer(partial(model.layer, kind), weights, x, side)
+            return self._splits[kind]
 
     # Arrays
 
@@ -262,6 +277,40 @@ class _Rank:
         self.residuals: dict[tuple[int, int], Any] = {}
         self.kept: dict[tuple[int, int], Any] = {}
         self.cut: dict[tuple[int, int], Any] = {}
+
+
+class _Streams:
+    """Inputs of ops on the devices of their rank, from the threads that make them to those that
+    need them."""
+
+    def __init__(self) -> None:
+        self._there: dict[Op, Any] = {}
+        self._error: BaseException | None = None
+        self._changed = Condition()
+
+    def put(self, op: Op, value: Any) -> None:
+        """Leaves the input of `op`."""
+        with self._changed:
+            self._there[op] = value
+            self._changed.notify_all()
+
+    def take(self, op: Op) -> Any:
+        """Waits until it is there."""
+        with self._changed:
+            self._changed.wait_for(lambda: op in self._there or self._error is not None)
+            self.check()
+            return self._there.pop(op)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all waiting: a thread cannot go on. The first error is the cause of the others."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises what made a thread fail."""
+        if self._error is not None:
+            raise self._error
 
 
 class _Work:

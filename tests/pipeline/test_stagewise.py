@@ -11,50 +11,65 @@ from mxjax.pipeline.stagewise import Stagewise
 from tests.pipeline.toy_model import Toy, assert_close, parameters, plain, stacks_of, toy_model
 
 
+def arguments(toy, stacks, layers, outer):
+    """The model's inputs, weights by place, and other weights, on each rank."""
+    P = stacks.layout.num_ranks
+    mesh = Mesh(np.asarray(jax.devices()[:P]), ("pp",))
+    sharding = NamedSharding(mesh, PartitionSpec(("pp",)))
+    held = {}
+    for kind, row in numbers_of(toy, stacks).items():
+        example = layers[0 if kind == "wide" else -1]
+        zeros = jax.tree.map(jnp.zeros_like, example)
+        places = [[layers[n] if n >= 0 else zeros for n in ranks] for ranks in row.T]
+        held[kind] = [jax.tree.map(lambda *a: jnp.stack(a), *place) for place in places]
+    copies = [jax.tree.map(lambda a: jnp.stack([a] * P), tree) for tree in (toy.tokens, outer)]
+    return mesh, jax.device_put((copies[0], held, copies[1]), sharding)
+
+
+def numbers_of(toy, stacks):
+    """Kind -> [rank, place] of the numbers of layers in the model, -1: none."""
+    P = stacks.layout.num_ranks
+    wide, narrow = (stacks.places(kind).reshape(P, -1) for kind in toy.kinds)
+    return {"wide": wide, "narrow": np.where(narrow < 0, -1, narrow + toy.num_wide)}
+
+
 @pytest.mark.parametrize(
     ("name", "stage_layers"),
     [("zbh1", [(1, 1), (0, 2)]), ("dualpipev", [(1, 0), (1, 0), (0, 1), (0, 0)])],
 )
 def test_gradients_equal_those_of_plain_autodiff(name, stage_layers):
-    P, M = 2, 4
-    schedule = make_schedule(name, P, M)
+    schedule = make_schedule(name, 2, 4)
     stacks = stacks_of(schedule, stage_layers)
     num_wide = sum(counts[0] for counts in stage_layers)
     layers, outer = parameters(num_wide, sum(counts[1] for counts in stage_layers))
-    toy = toy_model(M, num_wide)
-    mesh = Mesh(np.asarray(jax.devices()[:P]), ("pp",))
-    sharding = NamedSharding(mesh, PartitionSpec(("pp",)))
-
-    def put(tree):
-        return jax.device_put(tree, sharding)
-
-    numbers = {  # [rank, place] of layers in the model, -1: none
-        "wide": stacks.places("wide").reshape(P, -1),
-        "narrow": stacks.places("narrow").reshape(P, -1),
-    }
-    numbers["narrow"] = np.where(numbers["narrow"] < 0, -1, numbers["narrow"] + num_wide)
-    held = {}
-    for kind, example in (("wide", layers[0]), ("narrow", layers[-1])):
-        zeros = jax.tree.map(jnp.zeros_like, example)
-        held[kind] = [
-            put(
-                jax.tree.map(
-                    lambda *a: jnp.stack(a), *[layers[n] if n >= 0 else zeros for n in row]
-                )
-            )
-            for row in numbers[kind].T
-        ]
-    copies = [put(jax.tree.map(lambda a: jnp.stack([a] * P), t)) for t in (toy.tokens, outer)]
+    toy = toy_model(4, num_wide)
+    mesh, given = arguments(toy, stacks, layers, outer)
     run = Stagewise(lambda tokens: Toy(tokens, num_wide), schedule, stacks, mesh)
-    grads, d_outer, stats = run.train(copies[0], held, copies[1])
+    grads, d_outer, stats = run.train(*given)
 
     expected_stats, (expected, expected_outer) = plain(toy, layers, outer)
     assert_close(jax.tree.map(lambda a: a.sum(0), stats), expected_stats)
     assert_close(jax.tree.map(lambda a: a.sum(0), d_outer), expected_outer)
-    for kind, table in numbers.items():
+    for kind, table in numbers_of(toy, stacks).items():
         for (rank, place), n in np.ndenumerate(table):
             found = jax.tree.map(lambda a, rank=rank: a[rank], grads[kind][place])
             if n >= 0:
                 assert_close(found, expected[n])
             else:
                 assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(found))
+
+
+def test_an_error_of_one_stage_ends_the_step():
+    """The other ranks wait for its results."""
+
+    class Broken(Toy):
+        def head(self, outer, x, microbatch):
+            raise RuntimeError("no head")
+
+    schedule = make_schedule("1f1b", 2, 2)
+    stacks = stacks_of(schedule, [(1, 0), (1, 0)])
+    layers, outer = parameters(2, 0)
+    mesh, given = arguments(toy_model(2, 2), stacks, layers, outer)
+    run = Stagewise(lambda tokens: Broken(tokens, 2), schedule, stacks, mesh)
+    with pytest.raises(RuntimeError, match="no head"):
+        run.train(*given)
