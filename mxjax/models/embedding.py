@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mxjax.config.schema import ModelConfig
-from mxjax.kernels.cross_entropy import vocab_parallel_cross_entropy
 from mxjax.kernels.dropout import dropout
 from mxjax.kernels.embedding import lookup
+from mxjax.kernels.linear_cross_entropy import Losses, linear_cross_entropy
 from mxjax.models.context import LayerContext
 from mxjax.models.norm import Norm
 from mxjax.models.parts import param
@@ -78,16 +78,19 @@ class Head(nnx.Module):
         targets_BS: jax.Array,
         embedding_VH: jax.Array,
         sequence_parallel: bool,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Sums over this rank's targets of negative log-likelihood and of squared log-sum-exp.
-
-        Both are equal on all `tp` ranks. Targets below zero do not count.
-        """
-        logits_BSV = self.logits(x_BsH, embedding_VH, sequence_parallel)
-        nll_T, lse_T = vocab_parallel_cross_entropy(
-            logits_BSV.reshape(-1, logits_BSV.shape[-1]), targets_BS.reshape(-1)
+        z_loss_coeff: float = 0.0,
+    ) -> Losses:
+        """Sums over this rank's targets, equal on all `tp` ranks: `linear_cross_entropy`, of which
+        only the first may be differentiated. Targets below zero do not count."""
+        x_BSH = tensor_parallel.enter(x_BsH, sequence_parallel)
+        weight = embedding_VH if self.tied else self.weight[...]
+        return linear_cross_entropy(
+            x_BSH.reshape(-1, x_BSH.shape[-1]),
+            weight,
+            targets_BS.reshape(-1),
+            z_loss_coeff,
+            self.tied,
         )
-        return jnp.sum(nll_T), jnp.sum(jnp.square(lse_T))
 
     def greedy(
         self, x_BsH: jax.Array, embedding_VH: jax.Array, sequence_parallel: bool

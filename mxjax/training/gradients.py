@@ -220,16 +220,17 @@ class Objective:
         head = self.model.parts["head"].bind(weights["head"])
         embedding_VH = weights["embedding"]["weight"]
         x = head.norm(x)
-        nll, squared_lse = head.losses(x, arrays["targets"], embedding_VH, ctx.sequence_parallel)
+        z_loss_coeff = config.training.z_loss_coeff
+        sums = head.losses(x, arrays["targets"], embedding_VH, ctx.sequence_parallel, z_loss_coeff)
         # The head's sums are equal on all tp ranks.
         copies = collectives.axis_size("tp")
-        loss = nll / num_targets[0] / copies
-        z_loss = config.training.z_loss_coeff * squared_lse / num_targets[0] / copies
+        objective, loss, z_loss = (total / num_targets[0] / copies for total in sums)
+        z_loss *= z_loss_coeff
         if not config.model.mtp_num_layers:
-            return HeadLosses(loss + z_loss, loss, z_loss, None), {}
+            return HeadLosses(objective, loss, z_loss, None), {}
         nll_K, aux = self._ahead(weights, bias_LE, x, head, arrays, ctx)
         mtp_loss = jnp.mean(nll_K / num_targets[1:]) / copies
-        objective = loss + z_loss + config.model.mtp_loss_scaling_factor * mtp_loss
+        objective += config.model.mtp_loss_scaling_factor * mtp_loss
         return HeadLosses(objective, loss, z_loss, mtp_loss), {"mtp_layers": aux}
 
     def _ahead(self, weights, bias_LE, x, head, arrays, ctx) -> tuple[jax.Array, LayerAux]:
