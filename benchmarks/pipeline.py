@@ -215,7 +215,9 @@ def main() -> None:
     rows = []
     for name in args.schedules.split(","):
         pipeline = PipelineConfig(
-            **VARIANTS[name], costs=(costs.F, costs.B, costs.W), transfers=args.transfers
+            **VARIANTS[name],
+            costs=(costs.F, costs.B, costs.W, costs.both),
+            transfers=args.transfers,
         )
         config = configuration(
             args,

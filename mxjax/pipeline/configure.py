@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mxjax.pipeline.layout import StageLayout, count_stages, make_layout
-from mxjax.pipeline.schedule import Schedule
+from mxjax.pipeline.schedule import Schedule, ScheduleError
 from mxjax.pipeline.schedules import SCHEDULES, forward_only, make_schedule
-from mxjax.pipeline.simulate import Costs
+from mxjax.pipeline.simulate import Costs, simulate
 from mxjax.pipeline.stacks import Stacks
 from mxjax.pipeline.ticks import TickTable, compile_ticks, time_of_ticks
 from mxjax.pipeline.zero_bubble import search_zero_bubble
@@ -70,15 +70,35 @@ def training_schedule(config: Config, cells: str | None = None) -> Schedule:
     )
 
 
-ASSUMED_COSTS = (1.0, 1.2, 0.8)
-"""Of layers that were not measured yet: close to those of a dense one with long sequences."""
-
-
 def costs(config: Config) -> Costs:
-    """`pipeline.costs`."""
+    """`pipeline.costs`; the default where they are still to be measured.
+
+    Raises:
+      ScheduleError: they are no times.
+    """
     given = config.pipeline.costs
-    forward, backward, weights = ASSUMED_COSTS if given == "measured" else given
-    return Costs(F=forward, B=backward, W=weights)
+    if given == "measured":
+        given = type(config.pipeline)().costs
+    if len(given) not in (3, 4):
+        raise ScheduleError(
+            f"{len(given)} numbers; give F, B, W, and perhaps both gradients in one", key="costs"
+        )
+    forward, backward, weights, *both = given
+    return Costs(F=forward, B=backward, W=weights, BW=both[0] if both else None)
+
+
+def stagewise_schedule(config: Config, stacks: Stacks) -> tuple[Schedule, str]:
+    """The schedule for ranks that wait for nothing but what they need, and the form of its cells:
+    of what the configuration leaves open, the fastest."""
+    sizes = [sum(counts) for counts in stacks.stage_layers]
+    choices = [(training_schedule(config, form), form) for form in _forms(config)]
+    return min(choices, key=lambda choice: simulate(choice[0], costs(config), sizes).makespan)
+
+
+def _forms(config: Config) -> list[str]:
+    if config.pipeline.cells != "auto":
+        return [config.pipeline.cells]
+    return [form for form in SCHEDULES[config.pipeline.schedule].cells if form != "joint"]
 
 
 def training_table(config: Config, stacks: Stacks) -> TickTable:
@@ -89,9 +109,6 @@ def training_table(config: Config, stacks: Stacks) -> TickTable:
 def training_choice(config: Config, stacks: Stacks) -> tuple[TickTable, str, str]:
     """The same with what was chosen for `pipeline.cells` and `pipeline.transfers`."""
     pipeline = config.pipeline
-    forms = [pipeline.cells]
-    if pipeline.cells == "auto":
-        forms = [form for form in SCHEDULES[pipeline.schedule].cells if form != "joint"]
     deferrals = [pipeline.transfers]
     if pipeline.transfers == "auto":
         deferrals = ["immediate", "deferred"]
@@ -101,7 +118,7 @@ def training_choice(config: Config, stacks: Stacks) -> tuple[TickTable, str, str
             form,
             when,
         )
-        for form in forms
+        for form in _forms(config)
         for when in deferrals
     ]
     return min(choices, key=lambda choice: time_of_ticks(choice[0], costs(config)))

@@ -34,6 +34,11 @@ class Costs:
     last: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """The same for the last global stage: the head and the loss."""
 
+    @property
+    def both(self) -> float:
+        """Time of a BW."""
+        return self.B + self.W if self.BW is None else self.BW
+
     def __post_init__(self) -> None:
         times = (self.F, self.B, self.W, self.BW or 0.0, self.transfer, self.overlap)
         for time in (*times, *self.first, *self.last):
@@ -136,8 +141,7 @@ def _shares(schedule: Schedule, stage_sizes: Sequence[float] | None) -> list[flo
 def op_time(op: Op, costs: Costs, shares: Sequence[float]) -> float:
     """Time of one op; `shares` are the layers of each stage over those of an average rank."""
     index = (Kind.F, Kind.B, Kind.W, Kind.BW).index(op.kind)
-    both = costs.B + costs.W if costs.BW is None else costs.BW
-    total = (costs.F, costs.B, costs.W, both)[index] * shares[op.stage]
+    total = (costs.F, costs.B, costs.W, costs.both)[index] * shares[op.stage]
     for stage, extra in ((0, costs.first), (len(shares) - 1, costs.last)):
         if op.stage == stage:
             total += (*extra, extra[1] + extra[2])[index]

@@ -38,16 +38,17 @@ def with_costs(config: Config, mesh: Mesh) -> Config:
     if config.parallel.pp == 1 or config.pipeline.costs != "measured":
         return config
     used = _used_before(config) if jax.process_index() == 0 else None
-    known = multihost_utils.broadcast_one_to_all(np.asarray(used or (0.0, 0.0, 0.0)))
+    known = multihost_utils.broadcast_one_to_all(np.asarray(used or (0.0,) * 4))
     if not known.any():
         capacity = min((*config.moe.capacity_buckets, float("inf")))
         costs = measure_costs(PipelinedObjective(config, mesh, capacity))
-        known = multihost_utils.broadcast_one_to_all(np.asarray([costs.F, costs.B, costs.W]))
-    forward, backward, weights = (float(f"{value:.4g}") for value in known)
-    return replace(config, pipeline=replace(config.pipeline, costs=(forward, backward, weights)))
+        times = np.asarray([costs.F, costs.B, costs.W, costs.both])
+        known = multihost_utils.broadcast_one_to_all(times)
+    rounded = tuple(float(f"{value:.4g}") for value in known)
+    return replace(config, pipeline=replace(config.pipeline, costs=rounded))
 
 
-def _used_before(config: Config) -> tuple[float, float, float] | None:
+def _used_before(config: Config) -> tuple[float, ...] | None:
     try:
         before = load_config(Path(config.run_dir) / "config.yaml")
     except (ConfigError, OSError):

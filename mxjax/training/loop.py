@@ -23,6 +23,7 @@ from mxjax.config import Config, to_yaml
 from mxjax.data import DataError, Samples, build_data
 from mxjax.data.loader import BatchLoader
 from mxjax.moe.buckets import BucketChooser
+from mxjax.pipeline.configure import costs
 from mxjax.sharding.mesh import AXES
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
 from mxjax.training.flops import parameter_counts
@@ -367,8 +368,9 @@ class Trainer:
         say(f"mxjax {mxjax.__version__}: {count:,} parameters on {', '.join([devices, *split])}")
         say(f"data: {self.data.train.describe()}")
         if mesh.shape["pp"] > 1:
-            forward, backward, weights = config.pipeline.costs
-            say(f"costs of layers: F {forward:g}, B {backward:g}, W {weights:g}")
+            found = costs(config)
+            times = f"F {found.F:g}, B {found.B:g}, W {found.W:g}, BW {found.both:g}"
+            say(f"costs of layers, {config.pipeline.schedule}: {times}")
         if self.start_step:
             say(f"resuming after step {self.start_step} of {config.training.num_steps}")
 

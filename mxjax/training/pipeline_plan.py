@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mxjax.config.schema import Config
-from mxjax.pipeline.configure import costs, training_choice
+from mxjax.pipeline.configure import costs, stagewise_schedule, training_choice
 from mxjax.pipeline.simulate import simulate
 from mxjax.pipeline.ticks import time_of_ticks
 from mxjax.training.pipelined import PipelinedObjective
@@ -51,7 +51,8 @@ class PipelinePlan:
     chunks: int
     """Stages of each rank."""
     microbatches: int
-    costs: tuple[float, float, float]
+    costs: tuple[float, ...]
+    """F, B, W, and both gradients in one."""
     ideal: float
     """Forward and backward of all layers, divided evenly over the ranks, without gaps."""
     makespan: float
@@ -71,19 +72,22 @@ class PipelinePlan:
 def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) -> PipelinePlan:
     """The plan of the schedule that the step is compiled for, and that `executor` will run."""
     table, cells, transfers = training_choice(config, objective.stacks)
+    schedule = table.schedule
+    if executor == "stagewise":
+        schedule, cells = stagewise_schedule(config, objective.stacks)
     layout = objective.stacks.layout
     sizes = [sum(counts) for counts in objective.stacks.stage_layers]
     found = costs(config)
-    simulated = simulate(table.schedule, found, sizes)
+    simulated = simulate(schedule, found, sizes)
     held = zip(simulated.activations_until_B, simulated.activations_until_W, strict=True)
     return PipelinePlan(
-        schedule=table.schedule.name,
+        schedule=schedule.name,
         executor=executor,
         cells=cells,
         transfers=transfers,
         chunks=layout.num_chunks,
-        microbatches=table.schedule.num_microbatches,
-        costs=(found.F, found.B, found.W),
+        microbatches=schedule.num_microbatches,
+        costs=(found.F, found.B, found.W, found.both),
         ideal=simulated.ideal,
         makespan=simulated.makespan,
         bubble=simulated.bubble / simulated.makespan,
@@ -116,14 +120,17 @@ def _spare(objective: PipelinedObjective) -> SpareParameters:
 def as_lines(plan: PipelinePlan) -> list[str]:
     """The plan for people."""
     most = [max(getattr(rank, f"activations_until_{op}") for rank in plan.ranks) for op in "bw"]
-    forward, backward, weights = plan.costs
+    forward, backward, weights, both = plan.costs
     rows = [
         (
             "schedule",
             f"{plan.schedule}, cells {plan.cells}, transfers {plan.transfers}; chunks a rank: "
             f"{plan.chunks}, microbatches: {plan.microbatches}",
         ),
-        ("costs", f"F {forward:g}, B {backward:g}, W {weights:g}; ideal {plan.ideal:g}"),
+        (
+            "costs",
+            f"F {forward:g}, B {backward:g}, W {weights:g}, BW {both:g}; ideal {plan.ideal:g}",
+        ),
         ("makespan", _over_ideal(plan.makespan, plan) + f", bubble {100 * plan.bubble:.1f}%"),
         ("in ticks", _over_ideal(plan.makespan_of_ticks, plan) + f", {plan.ticks} ticks"),
         ("activations", f"{most[0]:g} / {most[1]:g} microbatches held at most, until B / until W"),

@@ -20,7 +20,12 @@ from jax.sharding import Mesh
 from mxjax.config.schema import Config
 from mxjax.models.parts import Params, unstack_layers
 from mxjax.models.transformer import LayerAux
-from mxjax.pipeline.configure import evaluation_table, stage_layout, training_table
+from mxjax.pipeline.configure import (
+    evaluation_table,
+    stage_layout,
+    stagewise_schedule,
+    training_table,
+)
 from mxjax.pipeline.executor import Pipeline
 from mxjax.pipeline.stacks import Stacks, in_order
 from mxjax.pipeline.stagewise import Stagewise
@@ -76,7 +81,7 @@ class PipelinedObjective(Objective):
         self, compiler_options: Mapping[str, Any] | None = None
     ) -> Callable[..., tuple[Params, BatchStatistics]]:
         """As `loss_and_gradients`, in many programs that the host sends off: not for `jit`."""
-        schedule = training_table(self.config, self.stacks).schedule
+        schedule, _ = stagewise_schedule(self.config, self.stacks)
         runner = Stagewise(
             self._staged_of, schedule, self.stacks, self.mesh, compiler_options or {}
         )

@@ -7,10 +7,11 @@ from mxjax.pipeline.configure import (
     evaluation_table,
     num_chunks,
     stage_layout,
+    stagewise_schedule,
     training_schedule,
     training_table,
 )
-from mxjax.pipeline.simulate import Costs
+from mxjax.pipeline.simulate import Costs, simulate
 from mxjax.pipeline.ticks import compile_ticks, time_of_ticks
 from mxjax.training.pipelined import layer_stacks
 
@@ -103,6 +104,11 @@ REFUSED = {
         "training.num_microbatches",
         "take 4 or 2, or 1f1b",
     ),
+    "two costs": (
+        {"layers": 4, "pp": 2, "pipeline": {"costs": (1.0, 2.0)}},
+        "pipeline.costs",
+        "2 numbers; give F, B, W",
+    ),
     "activations of an order that is not searched": (
         {"layers": 4, "pp": 2, "pipeline": {"schedule": "1f1b", "max_activations": 4}},
         "pipeline.max_activations",
@@ -174,6 +180,20 @@ def test_what_is_left_open_is_the_fastest_by_simulation(config_of):
         pipeline = {"schedule": "1f1b", "costs": costs, "cells": form, "transfers": transfers}
         given = config_of(8, 4, pipeline)
         assert time_of_ticks(training_table(given, stacks), Costs(*costs)) == time
+
+
+def test_ranks_that_do_not_wait_for_each_other_take_the_fastest_by_dependencies(config_of):
+    """Of full and split cells; both gradients in one may cost less than one after the other."""
+    chosen = {}
+    for both in (3.0, 2.2):
+        config = config_of(8, 4, {"schedule": "1f1b", "costs": (1.0, 2.0, 1.0, both)})
+        schedule, chosen[both] = stagewise_schedule(config, layer_stacks(config))
+        times = [
+            simulate(training_schedule(config, form), Costs(1.0, 2.0, 1.0, both)).makespan
+            for form in ("full", "split")
+        ]
+        assert simulate(schedule, Costs(1.0, 2.0, 1.0, both)).makespan == min(times)
+    assert chosen == {3.0: "split", 2.2: "full"}
 
 
 def test_zbh1_with_more_activations_is_searched_for_the_costs(config_of):

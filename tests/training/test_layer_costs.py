@@ -48,13 +48,13 @@ def test_every_kind_of_layer_is_timed_with_the_collectives_in_it(config, mesh_of
 
 def test_numbers_take_the_place_of_the_word(config, mesh_of, measured):
     found = with_costs(config, mesh_of(config))
-    assert found.pipeline.costs == (2.0, 3.0, 1.0)
+    assert found.pipeline.costs == (2.0, 3.0, 1.0, 4.0)
     assert len(measured) == 1
     assert with_costs(found, mesh_of(config)) is found, "numbers are left alone"
 
 
 def test_a_run_that_resumes_takes_those_that_it_began_with(config, mesh_of, measured):
-    costs = (1.0, 2.0, 3.0)
+    costs = (1.0, 2.0, 3.0, 4.0)
     write(dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, costs=costs)))
     longer = dataclasses.replace(config.training, num_steps=config.training.num_steps + 1)
     resumed = dataclasses.replace(config, training=longer)
@@ -66,5 +66,5 @@ def test_another_layer_is_measured_anew(config, mesh_of, measured):
     costs = dataclasses.replace(config.pipeline, costs=(1.0, 2.0, 3.0))
     wider = dataclasses.replace(config.model, ffn_hidden_size=96)
     write(dataclasses.replace(config, pipeline=costs, model=wider))
-    assert with_costs(config, mesh_of(config)).pipeline.costs == (2.0, 3.0, 1.0)
+    assert with_costs(config, mesh_of(config)).pipeline.costs == (2.0, 3.0, 1.0, 4.0)
     assert len(measured) == 1
