@@ -21,9 +21,8 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mxjax.config.schema import (
     Config,
@@ -36,12 +35,12 @@ from mxjax.config.schema import (
 )
 from mxjax.pipeline.configure import training_table
 from mxjax.pipeline.simulate import Costs, simulate
-from mxjax.pipeline.split import split_layer
 from mxjax.pipeline.ticks import time_of_ticks
 from mxjax.sharding.mesh import build_mesh
 from mxjax.training.gradients import BATCH_SPEC
+from mxjax.training.layer_costs import measure_costs
 from mxjax.training.optimizer import global_norm
-from mxjax.training.pipelined import PipelinedObjective, _Staged, build_objective
+from mxjax.training.pipelined import PipelinedObjective, build_objective
 
 LLAMA = ModelConfig(
     hidden_size=4096,
@@ -127,6 +126,11 @@ def arrays(config: Config, objective):
     return params, objective.model.initial_expert_bias(), batch, jax.random.key(1)
 
 
+def capacity_of(config: Config) -> float:
+    """Routing is forced to be balanced."""
+    return 1.0 if config.moe.num_experts else math.inf
+
+
 @dataclasses.dataclass
 class Timed:
     """A step."""
@@ -140,9 +144,8 @@ class Timed:
 
 def timed(config: Config, num_devices: int, steps: int, options: dict, stagewise=False) -> Timed:
     """Compiles, checks and times loss and gradients."""
-    capacity = 1.0 if config.moe.num_experts else float("inf")
     mesh = build_mesh(config.parallel, jax.devices()[:num_devices])
-    objective = build_objective(config, mesh, capacity)
+    objective = build_objective(config, mesh, capacity_of(config))
     inputs = arrays(config, objective)
     started = time.perf_counter()
     if stagewise:
@@ -169,102 +172,17 @@ def timed(config: Config, num_devices: int, steps: int, options: dict, stagewise
     return Timed(statistics.median(seconds), compile_seconds, temp, loss, norm)
 
 
-def measure_costs(config: Config) -> Costs:
+def costs_of(config: Config) -> Costs:
     """F, B, W and BW of all layers of `config` for one microbatch, on one GPU, in ms."""
-    mesh = build_mesh(config.parallel, jax.devices()[:1])
     config = dataclasses.replace(config, pipeline=PipelineConfig(schedule="gpipe"))
-    objective = PipelinedObjective(config, mesh, 1.0 if config.moe.num_experts else float("inf"))
-    params, bias, batch, key = arrays(config, objective)
-    (kind,) = objective.stacks.kinds
-
-    def shard(function):
-        whole = PartitionSpec()
-        return jax.jit(
-            jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        )
-
-    def prepare(params, bias, batch, key):
-        objective_layers, _ = objective._layers_and_outer(params)
-        layers = objective_layers[kind]
-        if not isinstance(layers, list):
-            layers = [
-                jax.tree.map(lambda a, i=i: a[i], layers) for i in range(config.model.num_layers)
-            ]
-        staged = _Staged(objective, bias, batch, key, None)
-        side = staged.side(kind, staged.context(jnp.int32(0)), jnp.int32(0))
-        return layers, side, staged.embed(objective._layers_and_outer(params)[1], jnp.int32(0))
-
-    layers, side, x = shard(prepare)(params, bias, batch, key)
-    split = None
-
-    def the_split(weights, x, side, bias, batch, key):
-        nonlocal split
-        staged = _Staged(objective, bias, batch, key, None)
-        split = split_layer(lambda w, x, s: staged.layer(kind, w, x, s), weights, x, side)
-        return split
-
-    def forward(layers, x, side, bias, batch, key):
-        split, kept = the_split(layers[0], x, side, bias, batch, key), []
-        for weights in layers:
-            x, _, _, residuals = split.forward(weights, x, side)
-            kept.append(residuals)
-        return x, kept
-
-    F = shard(forward)
-    y, kept = F(layers, x, side, bias, batch, key)
-
-    def backward(layers, side, kept, dy):
-        cuts = []
-        for weights, residuals in zip(layers[::-1], kept[::-1], strict=True):
-            dy, cut = split.backward(weights, side, residuals, dy)
-            cuts.append(cut)
-        return dy, cuts[::-1]
-
-    def wanted(residuals):
-        return [r for r, w in zip(residuals, split.for_weights, strict=True) if w]
-
-    def add(totals, grads):
-        grads = jax.lax.optimization_barrier(grads)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
-
-    def weight_gradients(totals, layers, side, kept, cuts):
-        return [
-            add(total, split.weight_gradients(weights, side, wanted(residuals), cut))
-            for total, weights, residuals, cut in zip(totals, layers, kept, cuts, strict=True)
-        ]
-
-    def both(totals, layers, side, kept, dy):
-        new = []
-        for total, weights, residuals in zip(totals[::-1], layers[::-1], kept[::-1], strict=True):
-            dy, grads = split.backward_both(weights, side, residuals, dy)
-            new.append(add(total, grads))
-        return dy, new[::-1]
-
-    B, W, BW = shard(backward), shard(weight_gradients), shard(both)
-    _, cuts = B(layers, side, kept, y)
-    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), layers)
-    calls = {
-        "F": lambda: F(layers, x, side, bias, batch, key),
-        "B": lambda: B(layers, side, kept, y),
-        "W": lambda: W(totals, layers, side, kept, cuts),
-        "BW": lambda: BW(totals, layers, side, kept, y),
-    }
-    times = {}
-    for name, call in calls.items():
-        jax.block_until_ready(call())
-        started = time.perf_counter()
-        for _ in range(10):
-            result = call()
-        jax.block_until_ready(result)
-        times[name] = (time.perf_counter() - started) * 100
-    size = sum(math.prod(r.shape) * r.dtype.itemsize for r in split.residuals)
-    cut = sum(math.prod(r.shape) * r.dtype.itemsize for r in split.cut)
+    mesh = build_mesh(config.parallel, jax.devices()[:1])
+    costs = measure_costs(PipelinedObjective(config, mesh, capacity_of(config)))
     print(
-        f"one rank's layers, ms: { ({k: round(v, 2) for k, v in times.items()}) }; per layer "
-        f"{size / 2**20:.0f} MiB of residuals, {cut / 2**20:.0f} MiB of cut",
+        f"one rank's layers, ms: F {costs.F:.2f}, B {costs.B:.2f}, W {costs.W:.2f}, "
+        f"BW {costs.BW:.2f}",
         flush=True,
     )
-    return Costs(**times)
+    return costs
 
 
 def main() -> None:
@@ -285,7 +203,7 @@ def main() -> None:
     options = dict(option.split("=") for option in args.xla.split(",") if option)
     options = {name: {"true": True, "false": False}.get(v, v) for name, v in options.items()}
     half = configuration(args, args.layers)
-    costs = measure_costs(half)
+    costs = costs_of(half)
     ideal = timed(half, 1, args.steps, options)
     print(f"ideal: {ideal.seconds * 1e3:.1f} ms, temp {ideal.temp_gib:.1f} GiB", flush=True)
     whole = timed(configuration(args, 2 * args.layers), 1, 1, options)

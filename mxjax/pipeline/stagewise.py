@@ -66,7 +66,7 @@ class Stagewise:
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
     def train(self, inputs: Any, layers: Any, outer: Any) -> tuple[Any, Any, Any]:
-        """Gradients of `layers` (lists by kind, one tree for each place), of `outer`, and
+        """Gradients of `layers` (lists by group, one tree for each place), of `outer`, and
         statistics: sums over all microbatches of each device.
 
         All arguments and results are arrays over the whole mesh with a leading dim for devices.
@@ -183,8 +183,8 @@ class Stagewise:
     def _zeros(self, inputs, layers, outer):
         model = self.make_model(inputs)
         grads = {
-            kind: [zero_sums(jax.eval_shape(partial(model.reduce, kind), tree)) for tree in trees]
-            for kind, trees in layers.items()
+            group: [zero_sums(jax.eval_shape(partial(model.reduce, group), tree)) for tree in trees]
+            for group, trees in layers.items()
         }
         return grads, zero_sums(outer), model.empty_statistics()
 
@@ -289,8 +289,10 @@ class _Work:
     def step(self, state, kind: str, j: int) -> None:
         index = jnp.int32(self.first + self.offsets[kind] + j)
         side = self.model.side(kind, self.ctx, index)
-        place = self.owner.stacks.bases[kind][self.chunk] + j
-        weights, name = self.weights[kind][place], f"{kind}/{j}"
+        stacks: Stacks = self.owner.stacks
+        group, before = stacks.group(kind), stacks.before(kind, stacks.stage_layers[self.stage])
+        place = stacks.bases[group][self.chunk] + before + j
+        weights, name = self.weights[group][place], f"{kind}/{j}"
         if self.kind is Kind.F:
             split = self.owner.split(self.model, kind, weights, self.x, side)
             self.x, objective, stats, self.made[name] = split.forward(weights, self.x, side)
@@ -307,9 +309,9 @@ class _Work:
         else:
             residuals = self.given["residuals"][name]
             self.x, grads = split.backward_both(weights, side, residuals, self.x)
-        sums = list(state["grads"][kind])
+        sums = list(state["grads"][group])
         sums[place] = add(sums[place], self.model.reduce(kind, grads))
-        state["grads"][kind] = sums
+        state["grads"][group] = sums
 
     def end(self, state) -> dict[str, Any]:
         """What goes out of the cell."""

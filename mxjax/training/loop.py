@@ -26,6 +26,7 @@ from mxjax.moe.buckets import BucketChooser
 from mxjax.sharding.mesh import AXES
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
 from mxjax.training.flops import parameter_counts
+from mxjax.training.layer_costs import with_costs
 from mxjax.training.metrics import MetricsLogger, StepRecord, Throughput, peak_memory_bytes
 from mxjax.training.profiler import StepProfiler
 from mxjax.training.programs import Programs
@@ -53,7 +54,7 @@ class Trainer:
     """One run, from its configuration to its last checkpoint."""
 
     def __init__(self, config: Config, mesh: Mesh):
-        self.config = config
+        self.config = config = with_costs(config, mesh)
         self.run_dir = Path(config.run_dir)
         self.run_ahead = 0 if config.training.nonfinite == "skip" else RUN_AHEAD
         self.programs = Programs(config, mesh)
@@ -365,6 +366,9 @@ class Trainer:
         devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
         say(f"mxjax {mxjax.__version__}: {count:,} parameters on {', '.join([devices, *split])}")
         say(f"data: {self.data.train.describe()}")
+        if mesh.shape["pp"] > 1:
+            forward, backward, weights = config.pipeline.costs
+            say(f"costs of layers: F {forward:g}, B {backward:g}, W {weights:g}")
         if self.start_step:
             say(f"resuming after step {self.start_step} of {config.training.num_steps}")
 

@@ -73,7 +73,8 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
     table, cells, transfers = training_choice(config, objective.stacks)
     layout = objective.stacks.layout
     sizes = [sum(counts) for counts in objective.stacks.stage_layers]
-    simulated = simulate(table.schedule, costs(config), sizes)
+    found = costs(config)
+    simulated = simulate(table.schedule, found, sizes)
     held = zip(simulated.activations_until_B, simulated.activations_until_W, strict=True)
     return PipelinePlan(
         schedule=table.schedule.name,
@@ -82,12 +83,12 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
         transfers=transfers,
         chunks=layout.num_chunks,
         microbatches=table.schedule.num_microbatches,
-        costs=config.pipeline.costs,
+        costs=(found.F, found.B, found.W),
         ideal=simulated.ideal,
         makespan=simulated.makespan,
         bubble=simulated.bubble / simulated.makespan,
         ticks=table.num_ticks,
-        makespan_of_ticks=time_of_ticks(table, costs(config)),
+        makespan_of_ticks=time_of_ticks(table, found),
         rings=dict(table.slots),
         ranks=tuple(
             RankPlan(
@@ -102,11 +103,11 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
 
 
 def _spare(objective: PipelinedObjective) -> SpareParameters:
-    parts, kinds = objective.model.parts, objective.stacks.kinds
-    outside = sum(part.num_parameters for name, part in parts.items() if name not in kinds)
+    parts, groups = objective.model.parts, objective.stacks.groups
+    outside = sum(part.num_parameters for name, part in parts.items() if name not in groups)
     return SpareParameters(
         empty_places=sum(
-            round(parts[kind].num_parameters * (1 / parts[kind].filled - 1)) for kind in kinds
+            round(parts[name].num_parameters * (1 / parts[name].filled - 1)) for name in groups
         ),
         embedding_and_head=outside * (objective.stacks.layout.num_ranks - 1),
     )

@@ -1,7 +1,7 @@
 """Loss and gradients of a model whose layers are spread over pipeline stages.
 
 What `gradients.py` does in a loop over microbatches, the tick executor does here, stage by stage:
-`_Staged` shows it the same model in pieces. Embedding, head and multi-token prediction are computed
+`Staged` shows it the same model in pieces. Embedding, head and multi-token prediction are computed
 by the first and the last stage only, but with one program for all ranks each has room for them;
 between steps ZeRO shards them over `pp` too.
 """
@@ -14,16 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from mxjax.config.schema import Config
+from mxjax.kernels.implementation import with_kernels
 from mxjax.models.parts import Params, unstack_layers
 from mxjax.models.transformer import LayerAux
 from mxjax.pipeline.configure import evaluation_table, stage_layout, training_table
 from mxjax.pipeline.executor import Pipeline
 from mxjax.pipeline.stacks import Stacks, in_order
 from mxjax.pipeline.stagewise import Stagewise
+from mxjax.remat.layers import layer_policies, places_of, runs
 from mxjax.remat.policy import rematerialise
 from mxjax.sharding import collectives
 from mxjax.sharding.mesh import DATA_AXES
@@ -44,11 +47,18 @@ def build_objective(config: Config, mesh: Mesh, capacity_factor: float = float("
 
 
 def layer_stacks(config: Config) -> Stacks:
-    """Where layers lie; their kinds are the model's layer groups."""
-    model, moe = config.model, config.moe
-    dense = model.num_layers if moe.num_experts == 0 else min(moe.first_k_dense, model.num_layers)
-    kinds = {"dense_layers": dense, "moe_layers": model.num_layers - dense}
-    return Stacks(stage_layout(config), {kind: n for kind, n in kinds.items() if n})
+    """Where layers lie. Their kinds are the model's layer groups, or, if not all layers of a group
+    have the same recompute policy, runs of those that have."""
+    policies, places = layer_policies(config), places_of(config)
+    kinds: dict[str, int] = {}
+    group_of: dict[str, str] = {}
+    for group in ("dense_layers", "moe_layers"):
+        of_group = [p for p, place in zip(policies, places, strict=True) if place.group == group]
+        found = runs(of_group)
+        for number, layers in enumerate(found):
+            kind = group if len(found) == 1 else f"{group}.{number}"
+            kinds[kind], group_of[kind] = len(layers), group
+    return Stacks(stage_layout(config), kinds, group_of)
 
 
 class PipelinedObjective(Objective):
@@ -56,17 +66,22 @@ class PipelinedObjective(Objective):
 
     def __init__(self, config: Config, mesh: Mesh, capacity_factor: float = float("inf")):
         self.stacks = layer_stacks(config)
-        places = {kind: self.stacks.places(kind) for kind in self.stacks.kinds}
+        places = {group: self.stacks.places(group) for group in self.stacks.groups}
         super().__init__(
             config,
             mesh,
             capacity_factor,
-            {kind: found for kind, found in places.items() if not in_order(found)},
+            {group: found for group, found in places.items() if not in_order(found)},
         )
+        ends = np.cumsum(list(self.stacks.kinds.values()))
+        self.kind_policies = {
+            kind: self.layer_policies[end - 1]
+            for kind, end in zip(self.stacks.kinds, ends, strict=True)
+        }
 
     def _loss_and_gradients(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
-        staged = _Staged(self, bias_LE, batch, self._rank_key(key), num_targets)
+        staged = Staged(self, bias_LE, batch, self._rank_key(key), num_targets)
         table = training_table(self.config, self.stacks)
         layers, outer = self._layers_and_outer(params)
         sums = Pipeline(staged, table, layers, outer).train()
@@ -107,9 +122,9 @@ class PipelinedObjective(Objective):
         }
         return inputs, layers, outer
 
-    def _staged_of(self, inputs) -> _Staged:
+    def _staged_of(self, inputs) -> Staged:
         key = jax.random.wrap_key_data(inputs["key"])
-        return _Staged(self, inputs["bias_LE"], inputs["batch"], key, inputs["num_targets"])
+        return Staged(self, inputs["bias_LE"], inputs["batch"], key, inputs["num_targets"])
 
     def _finish(self, grads, d_outer, stats, num_targets):
         """Gradients and statistics of the whole mesh, of one device's sums over microbatches."""
@@ -126,7 +141,7 @@ class PipelinedObjective(Objective):
 
     def _evaluate(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
-        staged = _Staged(self, bias_LE, batch, None, num_targets)
+        staged = Staged(self, bias_LE, batch, None, num_targets)
         table = evaluation_table(self.config, self.stacks, batch["tokens"].shape[0])
         stats, broken = Pipeline(staged, table, *self._layers_and_outer(params)).evaluate()
         broken = collectives.psum(broken, self.mesh.axis_names)
@@ -156,7 +171,7 @@ class PipelinedObjective(Objective):
         """What the executor computes with. Only weights of layers can be gathered while it runs:
         others are needed by some ranks alone, which could not gather them over `pp`."""
         weights = self._weights(params)
-        layers = {kind: weights.pop(kind) for kind in self.stacks.kinds}
+        layers = {group: weights.pop(group) for group in self.stacks.groups}
         if self.config.parallel.zero_stage == 3:
             infos = self.model.infos
             weights = {name: self.zero[name].gather(params[name], infos[name]) for name in weights}
@@ -164,13 +179,14 @@ class PipelinedObjective(Objective):
             weights = {name: self._stack({name: tree})[name] for name, tree in weights.items()}
         return layers, weights
 
-    def _wrap(self, layer, infos, in_scan: bool | None = None):
+    def _wrap(self, layer, infos, index: int, in_scan: bool | None = None):
         """Multi-token prediction: its weights are there already."""
+        policy = self.layer_policies[index]
         in_scan = self.config.training.scan_layers if in_scan is None else in_scan
-        return rematerialise(layer, self.config.remat, gathers_weights=False, in_scan=in_scan)
+        return rematerialise(layer, policy, gathers_weights=False, in_scan=in_scan)
 
 
-class _Staged:
+class Staged:
     """An `Objective` and a batch [M, B, S] as the executor's `StagedModel`."""
 
     def __init__(
@@ -179,12 +195,17 @@ class _Staged:
         """`key`: of this data rank; None: no dropout, and evaluation. `num_targets`: as of
         `Objective._count_targets`; None for predictions."""
         self.objective, self.model = objective, objective.model
+        self.kernels = objective.kernels
         self.bias_LE, self.batch = bias_LE, batch
         self.num_microbatches = batch["tokens"].shape[0]
         self.num_targets, self.key = num_targets, key
         self.with_finite = key is None
         num_dense = self.model.model.num_layers - self.model.num_moe_layers
         self.first_layer = {"dense_layers": 0, "moe_layers": num_dense}
+
+    def group(self, kind: str) -> str:
+        """The part of the model that layers of a kind belong to."""
+        return self.objective.stacks.group(kind)
 
     def arrays(self, microbatch: jax.Array) -> dict[str, jax.Array]:
         """The batch's arrays of one microbatch."""
@@ -206,20 +227,23 @@ class _Staged:
 
     def side(self, kind: str, ctx: Any, index: jax.Array) -> Any:
         bias_E = None
-        if kind == "moe_layers":
-            row = index - self.first_layer[kind]
+        if self.group(kind) == "moe_layers":
+            row = index - self.first_layer["moe_layers"]
             bias_E = lax.dynamic_index_in_dim(self.bias_LE, row, keepdims=False)
         return ctx, index, bias_E
 
+    @with_kernels
     def layer(self, kind: str, weights: Any, x: jax.Array, side: Any) -> tuple:
-        objective, part = self.objective, self.model.parts[kind]
+        objective, group = self.objective, self.group(kind)
+        part = self.model.parts[group]
 
         def run(weights, x, ctx, index, bias_E):
             if objective.config.parallel.zero_stage == 3:
-                weights = objective.zero[kind].gather(weights, part.layer_infos)
+                weights = objective.zero[group].gather(weights, part.layer_infos)
             return part.bind(weights)(x, ctx, index, bias_E)
 
-        run = rematerialise(run, objective.config.remat, gathers_weights=False, in_scan=True)
+        policy = objective.kind_policies[kind]
+        run = rematerialise(run, policy, gathers_weights=False, in_scan=True)
         x, aux = run(weights, x, *side)
         router_loss, of_layer = self._of_routers({kind: _as_stack(aux)}, side[0])
         if self.with_finite:
@@ -231,10 +255,12 @@ class _Staged:
         loss = loss / self.num_microbatches
         return loss, _RouterReport(lax.stop_gradient(loss), counts_LE, needed)
 
+    @with_kernels
     def embed(self, outer: Any, microbatch: jax.Array) -> jax.Array:
         arrays = self.arrays(microbatch)
         return self.model.embed(outer, arrays["tokens"], self.context(microbatch))
 
+    @with_kernels
     def head(self, outer: Any, x: jax.Array, microbatch: jax.Array) -> tuple:
         arrays, ctx = self.arrays(microbatch), self.context(microbatch)
         losses, ahead = self.objective._head_losses(
@@ -265,12 +291,13 @@ class _Staged:
         }
 
     def add_layer(self, stats: Any, kind: str, index: jax.Array, objective, of_layer) -> Any:
-        row = index - self.first_layer[kind]
+        group = self.group(kind)
+        row = index - self.first_layer[group]
         if not self.with_finite:
             return _with_routers(stats, row, of_layer)
         (stats, broken), (of_routers, finite) = stats, of_layer
-        counts = broken[kind].at[row].add(1 - finite.astype(jnp.int32))
-        return _with_routers(stats, row, of_routers), broken | {kind: counts}
+        counts = broken[group].at[row].add(1 - finite.astype(jnp.int32))
+        return _with_routers(stats, row, of_routers), broken | {group: counts}
 
     def add_head(self, stats: Any, microbatch: jax.Array, of_head) -> Any:
         losses, of_routers, finite = of_head
@@ -289,13 +316,13 @@ class _Staged:
         }
 
     def reduce(self, kind: str, grads: Any) -> Any:
-        objective = self.objective
+        objective, group = self.objective, self.group(kind)
         if objective.config.parallel.zero_stage != 2:
             return grads
-        return objective.zero[kind].scatter_gradients(grads, self.model.parts[kind].layer_infos)
+        return objective.zero[group].scatter_gradients(grads, self.model.parts[group].layer_infos)
 
 
-class _Predicting(_Staged):
+class _Predicting(Staged):
     """The same, with the head's predictions for the one microbatch as the only statistics."""
 
     what: str
@@ -305,6 +332,7 @@ class _Predicting(_Staged):
         x, objective, _ = super().layer(kind, weights, x, side)
         return x, objective, None
 
+    @with_kernels
     def predict(self, outer: Any, x: jax.Array, microbatch: jax.Array) -> jax.Array:
         """Likely tokens, or logits."""
         ctx = self.context(microbatch)

@@ -1,0 +1,214 @@
+"""F, B and W of a model's layers, measured on the devices that will run them.
+
+`pipeline.costs: measured` does it when a run starts. The figures go into the run's `config.yaml`,
+and a run that resumes takes them from there: another choice of cells or transfers adds in another
+order, and a resumed run must be the uninterrupted one bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mxjax.config import Config, ConfigError, load_config
+from mxjax.pipeline.gradient_sums import add, zero_sums
+from mxjax.pipeline.simulate import Costs
+from mxjax.pipeline.split import LayerSplit, split_layer
+from mxjax.sharding.context_parallel import sequence_order
+from mxjax.training.gradients import BATCH_SPEC, Batch
+from mxjax.training.pipelined import PipelinedObjective, Staged
+
+_CALLS = 10
+"""Sent off in a row, so that the host's work is hidden; the median of three such rows counts."""
+
+
+def with_costs(config: Config, mesh: Mesh) -> Config:
+    """`config` with numbers for `pipeline.costs: measured`: those that the run has used before with
+    the same settings, else new ones. All processes get the same."""
+    if config.parallel.pp == 1 or config.pipeline.costs != "measured":
+        return config
+    used = _used_before(config) if jax.process_index() == 0 else None
+    known = multihost_utils.broadcast_one_to_all(np.asarray(used or (0.0, 0.0, 0.0)))
+    if not known.any():
+        capacity = min((*config.moe.capacity_buckets, float("inf")))
+        costs = measure_costs(PipelinedObjective(config, mesh, capacity))
+        known = multihost_utils.broadcast_one_to_all(np.asarray([costs.F, costs.B, costs.W]))
+    forward, backward, weights = (float(f"{value:.4g}") for value in known)
+    return replace(config, pipeline=replace(config.pipeline, costs=(forward, backward, weights)))
+
+
+def _used_before(config: Config) -> tuple[float, float, float] | None:
+    try:
+        before = load_config(Path(config.run_dir) / "config.yaml")
+    except (ConfigError, OSError):
+        return None
+    costs = before.pipeline.costs
+    return costs if _layers(before) == _layers(config) and costs != "measured" else None
+
+
+def _layers(config: Config) -> tuple:
+    """What costs depend on, and somewhat more."""
+    training = replace(config.training, num_steps=0)
+    pipeline = replace(config.pipeline, costs="measured")
+    return config.model, config.moe, config.parallel, config.remat, training, pipeline
+
+
+def measure_costs(objective: PipelinedObjective) -> Costs:
+    """Milliseconds of a rank's layers, an even share of the model, for one microbatch.
+
+    Weights and inputs are random; every rank runs the same layer. Layers of each kind are measured
+    alone and count as often as there are.
+    """
+    total = dict.fromkeys(("F", "B", "W", "BW"), 0.0)
+    for kind, number in objective.stacks.kinds.items():
+        for name, seconds in _measure_layer(objective, kind).items():
+            total[name] += 1e3 * seconds * number / objective.stacks.layout.num_ranks
+    return Costs(**total)
+
+
+def _measure_layer(objective: PipelinedObjective, kind: str) -> dict[str, float]:
+    """Seconds of F, B, W and BW of one layer; the last two with the sum over microbatches."""
+    layer = _Layer(objective, kind)
+    program = partial(_program, objective.mesh)
+    batch = _batch(objective)
+    bias_LE = objective.model.initial_expert_bias()
+    key = jax.random.key_data(jax.random.key(0))
+    given = batch, bias_LE, key
+    weights, x = program(layer.example)(given)
+    forward, backward = program(layer.forward), program(layer.backward)
+    y, residuals = forward(given, weights, x)
+    _, cut = backward(given, weights, residuals, y)
+    sums = program(layer.zero_sums)(given, weights)
+    return {
+        "F": _seconds(partial(forward, given, weights, x)),
+        "B": _seconds(partial(backward, given, weights, residuals, y)),
+        "W": _seconds(partial(program(layer.late), given, weights, sums, residuals, cut)),
+        "BW": _seconds(partial(program(layer.both), given, weights, sums, residuals, y)),
+    }
+
+
+@dataclass
+class _Layer:
+    """What is timed, on one device. `given` is (batch, bias of routers, key)."""
+
+    objective: PipelinedObjective
+    kind: str
+    split: LayerSplit | None = None
+
+    def example(self, given) -> tuple[Any, jax.Array]:
+        """Weights of a layer and its input."""
+        like = jax.eval_shape(self.objective._layers_and_outer, _local_shards(self.objective))
+        stack = like[0][self.objective.stacks.group(self.kind)]
+        one = stack[0] if isinstance(stack, list) else jax.tree.map(_first, stack)
+        stream = self._staged(given).stream()
+        leaves, tree = jax.tree.flatten((one, stream))
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        values = [
+            0.02 * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, values)
+
+    def forward(self, given, weights, x):
+        side = self._side(given)
+        layer = partial(self._staged(given).layer, self.kind)
+        self.split = split_layer(layer, weights, x, side)
+        y, _, _, residuals = self.split.forward(weights, x, side)
+        return y, residuals
+
+    def backward(self, given, weights, residuals, dy):
+        return self.split.backward(weights, self._side(given), residuals, dy)
+
+    def late(self, given, weights, sums, residuals, cut):
+        needed = zip(residuals, self.split.for_weights, strict=True)
+        kept = [value for value, wanted in needed if wanted]
+        grads = self.split.weight_gradients(weights, self._side(given), kept, cut)
+        return add(sums, self._staged(given).reduce(self.kind, grads))
+
+    def both(self, given, weights, sums, residuals, dy):
+        dx, grads = self.split.backward_both(weights, self._side(given), residuals, dy)
+        return dx, add(sums, self._staged(given).reduce(self.kind, grads))
+
+    def zero_sums(self, given, weights):
+        return zero_sums(jax.eval_shape(partial(self._staged(given).reduce, self.kind), weights))
+
+    def _staged(self, given) -> Staged:
+        batch, bias_LE, key = given
+        return Staged(self.objective, bias_LE, batch, jax.random.wrap_key_data(key), None)
+
+    def _side(self, given) -> Any:
+        staged = self._staged(given)
+        first = jnp.int32(staged.first_layer[staged.group(self.kind)])
+        return staged.side(self.kind, staged.context(jnp.int32(0)), first)
+
+
+def _program(mesh: Mesh, function: Callable) -> Callable:
+    """`function` on each device. The first argument is what all know, `_specs` says how; all other
+    arrays have a leading dim for devices, since nothing is known to be equal on several."""
+    varying = PartitionSpec(mesh.axis_names)
+
+    def shard(given, *arguments):
+        results = function(given, *jax.tree.map(lambda a: a[0], arguments))
+        return jax.tree.map(lambda a: a[None], results)
+
+    def call(given, *arguments):
+        specs = ((BATCH_SPEC, PartitionSpec(), PartitionSpec()), *[varying] * len(arguments))
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=varying, check_vma=False)
+        return mapped(given, *arguments)
+
+    return jax.jit(call)
+
+
+def _batch(objective: PipelinedObjective) -> Batch:
+    """One microbatch of single documents, [1, sequences, tokens]."""
+    training = objective.config.training
+    rows = training.global_batch_size // training.num_microbatches
+    shape = (1, rows, training.seq_length)
+    order = sequence_order(training.seq_length, objective.config.parallel.cp)
+    batch = {
+        "tokens": np.zeros(shape, np.int32),
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.asarray(order, np.int32), shape),
+    }
+    sharding = NamedSharding(objective.mesh, BATCH_SPEC)
+    return {
+        name: jax.make_array_from_callback(shape, sharding, lambda index, a=array: a[index])
+        for name, array in batch.items()
+    }
+
+
+def _local_shards(objective: PipelinedObjective) -> Any:
+    """Shapes of one device's part of all parameters, in the precision in which they are kept."""
+    dtype = jnp.dtype(objective.config.training.param_dtype)
+
+    def local(info, spec):
+        shape = NamedSharding(objective.mesh, spec).shard_shape(info.shape)
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return jax.tree.map(local, objective.model.infos, objective.param_specs)
+
+
+def _first(stacked: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """Median time of a call."""
+    jax.block_until_ready(call())
+    rows = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(_CALLS):
+            result = call()
+        jax.block_until_ready(result)
+        rows.append((time.perf_counter() - started) / _CALLS)
+    return sorted(rows)[1]
