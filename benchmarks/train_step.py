@@ -116,6 +116,10 @@ WORDS = {
     "scan": ["training.scan_layers=true"],
     "dots": ["remat.policy=dots"],
     "full": ["remat.policy=full"],
+    "norm": ["remat.policy=norm"],
+    "light": ["remat.tier=light"],
+    "medium": ["remat.tier=medium"],
+    "moe": ["remat.tier=full"],
     "balanced": ["moe.force_balanced=true", "moe.capacity_buckets=[1.0]"],
 }
 """What a word in a variant's name changes. Without `balanced` the router chooses, see BUCKETS."""

@@ -12,12 +12,17 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from mxjax.config import Config, ConfigError, ParallelConfig, Problem, load_config, to_yaml
+from mxjax.config.checks import AXES
 
 LAUNCHER_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 """Environment variables in which launchers say how many processes they have started."""
+
+MOST_COMPILED_FOR = 64
+"""Devices of a target that a plan compiles for."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,6 +38,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compile a step, print its memory, collectives and FLOPs, and stop",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    elsewhere = parser.add_argument_group("plans of devices that are not here")
+    elsewhere.add_argument("--target", choices=["h200"], help="kind of device to plan for")
+    elsewhere.add_argument(
+        "--devices", type=int, metavar="N", help="how many; default: the product of the axes"
+    )
+    elsewhere.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="plan from shapes alone, which needs no compiler (always so above 64 devices and with "
+        "optimizer.offload)",
+    )
     cluster = parser.add_argument_group(
         "several processes (one command each, on one or more hosts)"
     )
@@ -56,6 +72,12 @@ def start_jax(parallel: ParallelConfig, arguments: argparse.Namespace) -> int:
 
     from mxjax.sharding.mesh import use_cpu_devices
 
+    if arguments.target:
+        from mxjax.training.target import use_target_compiler
+
+        use_target_compiler()
+        sizes = [getattr(parallel, axis) for axis in AXES]
+        return arguments.devices or abs(prod(sizes))
     use_cpu_devices(parallel.cpu_devices)
     if arguments.coordinator_address:
         jax.distributed.initialize(
@@ -70,6 +92,10 @@ def check_options(arguments: argparse.Namespace) -> str | None:
     """What is wrong with the options taken together; None: nothing."""
     if arguments.json and not arguments.plan:
         return "--json belongs to --plan"
+    if (arguments.devices or arguments.no_compile) and not arguments.target:
+        return "--devices and --no-compile belong to --target"
+    if arguments.target and not arguments.plan:
+        return "--target belongs to --plan"
     if arguments.plan and (arguments.distributed or arguments.coordinator_address):
         return (
             "--plan runs in one process, on the devices that it sees; for more, plan with "
@@ -96,14 +122,29 @@ def check_backend(config: Config) -> None:
         raise ConfigError([Problem("model.attention_implementation", "cudnn", message)])
 
 
-def print_plan(config: Config, as_json: bool) -> None:
+def print_plan(config: Config, arguments: argparse.Namespace) -> None:
     """Say what a step will need. JAX is set up already; nothing is created, read or written."""
-    check_backend(config)
     from mxjax.sharding.mesh import build_mesh
-    from mxjax.training.plan import as_table, make_plan
+    from mxjax.training.plan import as_table, fitted, make_plan
 
-    plan = make_plan(config, build_mesh(config.parallel))
-    print(json.dumps(plan.as_json(), indent=2) if as_json else as_table(plan))
+    if arguments.target:
+        from mxjax.training.target import TARGETS, abstract_mesh, target_mesh
+
+        target = TARGETS[arguments.target]
+        devices = prod(getattr(config.parallel, axis) for axis in AXES)
+        # Devices that are not here have no host whose memory a compiler could place moments in.
+        offload = config.optimizer.offload
+        if arguments.no_compile or devices > MOST_COMPILED_FOR or offload:
+            mesh = abstract_mesh(config.parallel)
+        else:
+            mesh = target_mesh(target, config.parallel)
+    else:
+        check_backend(config)
+        target, mesh = None, build_mesh(config.parallel)
+    choice = fitted(config, mesh, target)
+    print(*choice.lines, sep="\n", end="\n\n" if choice.lines else "", file=sys.stderr)
+    plan = make_plan(choice.config, mesh, target)
+    print(json.dumps(plan.as_json(), indent=2) if arguments.json else as_table(plan))
 
 
 def run(config: Config) -> None:
@@ -111,9 +152,16 @@ def run(config: Config) -> None:
     check_backend(config)
     config = replace(config, run_dir=str(Path(config.run_dir).expanduser()))
     from mxjax.sharding.mesh import build_mesh
-    from mxjax.training.loop import Trainer
+    from mxjax.training.host_memory import check_host_memory
+    from mxjax.training.loop import Trainer, say
+    from mxjax.training.plan import fitted
 
-    Trainer(config, build_mesh(config.parallel)).run()
+    mesh = build_mesh(config.parallel)
+    choice = fitted(config, mesh)
+    for line in choice.lines:
+        say(line)
+    check_host_memory(choice.config, mesh)
+    Trainer(choice.config, mesh).run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,15 +181,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mxjax.ckpt.errors import CheckpointFormatError
     from mxjax.ckpt.store import CheckpointError
     from mxjax.data import DataError
+    from mxjax.kernels.implementation import ImplementationError
     from mxjax.training.diagnose import NonFiniteError
     from mxjax.training.run_dir import RunDirError
 
     try:
         if arguments.plan:
-            print_plan(config, arguments.json)
+            print_plan(config, arguments)
         else:
             run(config)
-    except (CheckpointFormatError, ConfigError, DataError) as error:
+    except (CheckpointFormatError, ConfigError, DataError, ImplementationError) as error:
         return report(error, 2)
     except (CheckpointError, NonFiniteError, RunDirError) as error:
         return report(error, 1)

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import math
 import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -120,6 +122,7 @@ def small_config():
     def make(
         shape, *, model=None, moe=None, parallel=None, training=None, pipeline=None, remat="none"
     ):
+        """`remat`: the policy, or the section."""
         dense, experts = SHAPES[shape]
         sizes = dict.fromkeys(AXES, 1) | {"zero_stage": 0} | (parallel or {})
         run = {"seq_length": 32, "global_batch_size": 8, "compute_dtype": "float32"}
@@ -130,7 +133,7 @@ def small_config():
             parallel=ParallelConfig(**sizes),
             training=TrainingConfig(**run),
             pipeline=PipelineConfig(**(pipeline or {})),
-            remat=RematConfig(policy=remat),
+            remat=remat if isinstance(remat, RematConfig) else RematConfig(policy=remat),
         )
 
     return make
@@ -269,7 +272,7 @@ def assert_parity(small_config, loss_and_gradients):
             config,
             parallel=small_config("llama").parallel,
             training=dataclasses.replace(config.training, scan_layers=True),
-            moe=dataclasses.replace(config.moe, dispatcher="alltoall"),
+            moe=dataclasses.replace(config.moe, dispatcher="alltoall", expert_gemm="batched"),
             remat=RematConfig(),
             pipeline=PipelineConfig(),
         )
@@ -298,3 +301,14 @@ def assert_parity(small_config, loss_and_gradients):
 def relative_error(got, expected):
     """Largest difference over the largest expected value."""
     return np.max(np.abs(got - expected)) / np.max(np.abs(expected))
+
+
+@pytest.fixture(scope="session")
+def cuda_compiler(request):
+    """Folder with the compiler for NVIDIA GPUs: 142 MB, fetched once into pytest's cache."""
+    folder = request.config.cache.mkdir(f"cuda_compiler_{jax.__version__}")
+    packages = [f"jax-cuda13-{name}=={jax.__version__}" for name in ("pjrt", "plugin")]
+    if not any(folder.glob("jax_cuda13_plugin*.dist-info")):
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, "--target", folder, *packages], check=True)
+    return folder

@@ -65,6 +65,12 @@ def test_a_gpu_setting_without_a_gpu_exits_2(command, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_kernel_that_cannot_run_exits_2(command, capsys):
+    """Which can be told only when the model is traced."""
+    assert command("kernels.overrides.rms_norm=mosaic") == 2
+    assert "rms_norm: the implementation 'mosaic' cannot run here" in capsys.readouterr().err
+
+
 def test_print_config_prints_what_a_run_would_use_and_does_nothing(command, tmp_path, capsys):
     assert command("optimizer.lr=0.5", "--print-config", "parallel.tp=1") == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)

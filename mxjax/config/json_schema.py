@@ -70,7 +70,7 @@ def _table(heading: str, component: dict, components: dict) -> str:
 
 
 def _component_name(prop: dict) -> str | None:
-    for option in (prop, *prop.get("anyOf", ())):
+    for option in (prop, *prop.get("anyOf", ()), prop.get("items", {})):
         if "$ref" in option:
             return option["$ref"].rpartition("/")[2]
     return None

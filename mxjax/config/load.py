@@ -346,16 +346,22 @@ def _validate(tree: dict) -> tuple[Config, list[Problem], set[str]]:
         else:
             message = _plain_message(detail, path)
         if detail["type"] != "missing":  # an entry that is not there has no index
-            path += "".join(f"[{part}]" for part in detail["loc"] if isinstance(part, int))
+            steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
+            path = "".join(steps).removeprefix(".")
         problems.append(Problem(path, value, message))
         _remove(sound, keys)
     return _CONFIG.validate_json(json.dumps(sound), strict=True), problems, bad_fields
 
 
 def _remove(tree: dict, keys: Sequence[str]) -> None:
-    for key in keys[:-1]:
+    """Removes a value, or the whole list that it is in."""
+    *sections, last = keys
+    for key in sections:
+        if not isinstance(tree.get(key), dict):
+            last = key
+            break
         tree = tree[key]
-    tree.pop(keys[-1], None)  # gone already if two entries of one list are wrong
+    tree.pop(last, None)  # gone already if two entries of one list are wrong
 
 
 def _unknown_key(key: str, section: str) -> tuple[set[str], str]:

@@ -203,6 +203,9 @@ class MoEConfig:
     dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens reach the experts of other `ep` ranks; `alltoall` sends each token once per
     rank that holds one of its experts, `allgather` sends every token to every rank."""
+    expert_gemm: Literal["batched", "grouped"] = "batched"
+    """Layout of the rows that a rank's experts work on. `batched`: equally many places for each
+    expert. `grouped`: one buffer for all of them, in which each has as many rows as it needs."""
     capacity_buckets: tuple[Annotated[float, Field(ge=1)], ...] = (1.25, 2.0)
     """Sizes of the exchange and expert buffers, in multiples of perfect balance, smallest first.
     A step that overflows is repeated with the next one; the last resort, always present, holds
@@ -300,13 +303,63 @@ class PipelineConfig:
     empty places; `auto` takes as many as needed, where embedding and loss are work already."""
 
 
+Policy = Literal[
+    "none", "dots", "full", "full_layer", "norm", "activation", "attention", "mla_up_proj"
+]
+Tier = Literal["light", "medium", "full"]
+
+
+@component
+class RematRule:
+    """What some layers do. Of the rules that match a layer the last one decides all of it, in
+    place of the keys of the same name around it."""
+
+    stages: str | None = None
+    """Pipeline stages, numbered along the model, such as "0" or "0,2-3"; null: all."""
+    layers: str | None = None
+    """Layers, numbered along the model from 0, such as "4-7"; null: all."""
+    group: Literal["dense_layers", "moe_layers", "mtp_layers"] | None = None
+    """Group of layers; null: all."""
+    policy: Policy = "none"
+    """As `remat.policy`."""
+    tier: Tier | None = None
+    """As `remat.tier`."""
+    save: tuple[str, ...] = ()
+    """As `remat.save`."""
+    recompute: tuple[str, ...] = ()
+    """As `remat.recompute`."""
+    offload: tuple[str, ...] = ()
+    """As `remat.offload`."""
+
+
 @component
 class RematConfig:
-    """What the backward pass recomputes instead of keeping."""
+    """What the backward pass recomputes or fetches from the host instead of keeping; see
+    docs/memory.md."""
 
-    policy: Literal["none", "dots", "full"] = "none"
-    """`none` keeps everything, `dots` keeps matrix products and recomputes the rest, `full` keeps
-    only the input of each layer."""
+    policy: Policy = "none"
+    """`none` keeps everything, `dots` keeps matrix products and recomputes the rest, `full` (or
+    `full_layer`) keeps only the input of each layer; `norm`, `activation`, `attention` and
+    `mla_up_proj` keep all named tensors but the outputs of that module."""
+    tier: Tier | None = None
+    """Of MoE layers: what they compute again besides. `light`: activation functions, permutation,
+    router; `medium`: also the experts' second matrix product and the shared expert; `full`: all of
+    the MoE part but the choice of experts."""
+    save: tuple[str, ...] = ()
+    """Tensors by name (or modules: `norm`, ...) that are kept whatever the keys above say."""
+    recompute: tuple[str, ...] = ()
+    """Tensors by name (or modules) that are computed again."""
+    offload: tuple[str, ...] = ()
+    """Tensors by name (or modules) that wait in the host's memory."""
+    rules: tuple[RematRule, ...] = ()
+    """Other choices for some pipeline stages, layers or groups of layers."""
+    mode: Literal["manual", "save_memory"] = "manual"
+    """`save_memory` adds rules of its own, the cheapest by the plan with which a step fits
+    `memory_budget`; it leaves alone what the keys above set."""
+    memory_budget: str | None = None
+    """save_memory: what a device may use, such as 80GiB; null: what it has."""
+    host_memory: str | None = None
+    """What the host may use for offloading, such as 500GiB; null: what it has free."""
 
 
 @component
@@ -375,6 +428,8 @@ class OptimizerConfig:
     """Parameters with one of these words in their path are not decayed."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    offload: bool = False
+    """Keep moments in the host's memory; they are on the device only while they are updated."""
 
 
 @component
@@ -454,6 +509,57 @@ class InitFromConfig:
     goes on; false: weights alone, from step 0."""
 
 
+KernelChoice = Literal["auto", "xla", "mosaic", "triton"]
+
+
+@component
+class KernelOverrides:
+    """Implementations of single ops, in place of `kernels.implementation`; null: as that says."""
+
+    swiglu: KernelChoice | None = None
+    """SwiGLU, with or without a bias."""
+    gelu: KernelChoice | None = None
+    """GELU, with or without a bias."""
+    rms_norm: KernelChoice | None = None
+    """RMSNorm."""
+    layer_norm: KernelChoice | None = None
+    """LayerNorm."""
+    add_rms_norm: KernelChoice | None = None
+    """Residual addition and RMSNorm."""
+    add_layer_norm: KernelChoice | None = None
+    """Residual addition and LayerNorm."""
+    bias_dropout_add: KernelChoice | None = None
+    """Bias, dropout and residual addition."""
+    rope: KernelChoice | None = None
+    """Rotary embedding."""
+    grouped_matmul: KernelChoice | None = None
+    """Matrix products of groups of rows, an expert each."""
+    grouped_matmul_input_gradient: KernelChoice | None = None
+    """Their gradient of the rows."""
+    grouped_matmul_weight_gradient: KernelChoice | None = None
+    """Their gradient of the weights."""
+    batched_matmul: KernelChoice | None = None
+    """Matrix products of equal groups of rows, an expert each, with their gradients."""
+    route: KernelChoice | None = None
+    """Choice of experts, their weights and each token's place in their queues."""
+    permute: KernelChoice | None = None
+    """Rows to the experts that they go to."""
+    unpermute: KernelChoice | None = None
+    """Weighted sum of what the experts made of a row."""
+
+
+@component
+class KernelsConfig:
+    """Which implementation of the ops in `mxjax/kernels` runs; see docs/kernels.md."""
+
+    implementation: Literal["auto", "xla", "mosaic"] = "auto"
+    """`xla`: what XLA makes of plain JAX; `mosaic`: kernels for NVIDIA Hopper GPUs, and an error
+    where one cannot run; `auto`: for each op what was measured to be faster on this kind of
+    device, `xla` where nothing was measured."""
+    overrides: KernelOverrides = field(default_factory=KernelOverrides)
+    """Other implementations of single ops."""
+
+
 @component
 class LogConfig:
     """What a run prints, writes and records."""
@@ -484,6 +590,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     remat: RematConfig = field(default_factory=RematConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

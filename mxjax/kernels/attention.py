@@ -7,11 +7,16 @@ and key heads, E width of value heads (D except in multi-head latent attention).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.kernels.attention_block import (
+    RESULTS,
     BlockOptions,
     Implementation,
     cudnn_obstacle,
@@ -26,6 +31,19 @@ from mxjax.kernels.dropout import dropout
 
 LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""
+
+_tiled: ContextVar[bool] = ContextVar("tiled", default=False)
+
+
+@contextmanager
+def always_tiled() -> Iterator[None]:
+    """What is traced inside keeps no scores, whatever the length, as cuDNN's attention would: for
+    plans of a GPU that are made elsewhere."""
+    token = _tiled.set(True)
+    try:
+        yield
+    finally:
+        _tiled.reset(token)
 
 
 def causal_attention(
@@ -55,10 +73,11 @@ def causal_attention(
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     if not takes_cudnn(implementation, cudnn_obstacle(q_BSND, has_dropout)):
         rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
-        if q_BSND.shape[1] > LONG_SEQUENCE:
+        if q_BSND.shape[1] > LONG_SEQUENCE or _tiled.get():
             options = BlockOptions(scale, rate, "xla")
             return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
-        return _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
+        out = _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
+        return checkpoint_name(out, RESULTS[0])
     mask = None
     if segment_ids_BS is not None:
         mask = same_segment(segment_ids_BS, segment_ids_BS)[:, None]

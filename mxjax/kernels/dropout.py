@@ -1,9 +1,20 @@
-"""Inverted dropout."""
+"""Inverted dropout: alone, and fused with the bias before and the residual addition after it.
+
+The fused op draws its mask from a counter: the bits of an element are a hash of two words of the
+key and of the element's index. So nothing is stored, the backward pass draws the same mask again,
+and all implementations agree to the bit.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from mxjax.kernels.implementation import Implementation, choose, shape_class, varying_alike
+from mxjax.kernels.mosaic_stream import TileBlocks, map_tiles, tile_obstacle
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -12,3 +23,115 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def bias_dropout_add(
+    x: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array,
+    rate: float,
+    key: jax.Array | None,
+    *,
+    implementation: Implementation | None = None,
+    blocks: TileBlocks | None = None,
+) -> jax.Array:
+    """residual + dropout(x + bias), computed in fp32.
+
+    Args:
+      x, residual: [..., F], of one dtype.
+      bias: [F].
+      rate: below 1.
+      key: ranks that hold different values need different keys. None: no dropout.
+      implementation: `xla` or `mosaic`; None: by configuration and tuning table.
+      blocks: of the Mosaic kernel; None: as measured, or its defaults.
+
+    Returns:
+      [..., F] in the dtype of `residual`.
+
+    Raises:
+      ImplementationError: `implementation` cannot run this call.
+    """
+    F = x.shape[-1]
+    choice = choose(
+        "bias_dropout_add",
+        implementation,
+        shape_class=shape_class(x.dtype, F),
+        obstacles={"mosaic": tile_obstacle(F, x.dtype)},
+    )
+    if rate == 0 or key is None:
+        # Nothing to draw: XLA fuses plain additions into what is around them.
+        return residual + (x if bias is None else x + bias.astype(x.dtype))
+    mosaic = (blocks or TileBlocks(**choice.blocks)) if choice.implementation == "mosaic" else None
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    return _bias_dropout_add(*varying_alike(x, bias, residual, seed), rate, mosaic)
+
+
+def _mix(word: jax.Array) -> jax.Array:
+    """A bijection of 32-bit words whose output bits each depend on all input bits (the "lowbias32"
+    constants of Wellons 2018)."""
+    word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
+    return word ^ (word >> 16)
+
+
+def _kept(value, rate: float, first: jax.Array, second: jax.Array, index: jax.Array):
+    """`value` / (1 - rate) where the element of this index is kept, else 0."""
+    bits = _mix(_mix(index ^ first) + second)
+    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), value * (1 / (1 - rate)), 0.0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _bias_dropout_add(x, bias, residual, seed, rate: float, mosaic: TileBlocks | None):
+    if mosaic is None:
+        value = x.astype(jnp.float32)
+        if bias is not None:
+            value += bias.astype(jnp.float32)
+        kept = _kept(value, rate, seed[0], seed[1], _index(x))
+        return (residual.astype(jnp.float32) + kept).astype(residual.dtype)
+
+    def tile(value, residual, *rest):
+        *biases, first, second, index = rest
+        value = value + biases[0] if biases else value
+        return (residual + _kept(value, rate, first, second, index),), ()
+
+    rows = [_rows(x), _rows(residual)]
+    (out,), _ = map_tiles(tile, rows, [1], mosaic, bias=_row(bias), seed=seed)
+    return out.reshape(x.shape)
+
+
+def _forward(x, bias, residual, seed, rate, mosaic):
+    return _bias_dropout_add(x, bias, residual, seed, rate, mosaic), (bias, seed)
+
+
+def _backward(rate, mosaic, residuals, d_out):
+    bias, seed = residuals
+    if mosaic is None:
+        kept = _kept(d_out.astype(jnp.float32), rate, seed[0], seed[1], _index(d_out))
+        d_x, sums = kept.astype(d_out.dtype), None
+        if bias is not None:
+            sums = [jnp.sum(kept, axis=tuple(range(d_out.ndim - 1)))]
+    else:
+
+        def tile(d_out, first, second, index):
+            kept = _kept(d_out, rate, first, second, index)
+            return (kept,), (kept,) if bias is not None else ()
+
+        num_sums = 0 if bias is None else 1
+        (d_x,), sums = map_tiles(tile, [_rows(d_out)], [1], mosaic, num_sums=num_sums, seed=seed)
+        d_x = d_x.reshape(d_out.shape)
+    return d_x, None if bias is None else sums[0].astype(bias.dtype), d_out, None
+
+
+def _index(x: jax.Array) -> jax.Array:
+    return lax.iota(jnp.uint32, x.size).reshape(x.shape)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, 1, x.shape[-1])
+
+
+def _row(bias: jax.Array | None) -> jax.Array | None:
+    return None if bias is None else bias[None]
+
+
+_bias_dropout_add.defvjp(_forward, _backward)

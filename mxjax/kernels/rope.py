@@ -1,14 +1,18 @@
-"""Rotary position embedding (Su et al. 2021), first half paired with second half (Megatron, HF)."""
+"""Rotary position embedding (Su et al. 2021): first half paired with second half (Megatron, HF), or
+neighbours."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mxjax.config.schema import RopeScalingConfig
+from mxjax.kernels.implementation import Implementation, choose, shape_class, varying_alike
+from mxjax.kernels.rope_mosaic import RopeBlocks, rope_obstacle, rotate
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig | None) -> np.ndarray:
@@ -70,9 +74,68 @@ def rope_table(
     return amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)
 
 
-def apply_rope(x_BSND: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate each pair (x[i], x[i + D/2]) by its position's angle."""
-    cos, sin = (part[:, :, None, :] for part in table)
-    first, second = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BSND.dtype)
+def apply_rope(
+    x_BSND: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    *,
+    interleaved: bool = False,
+    implementation: Implementation | None = None,
+    blocks: RopeBlocks | None = None,
+) -> jax.Array:
+    """Turn each pair of columns by its position's angle, computed in fp32.
+
+    The gradient is the turn back: nothing but the table is kept.
+
+    Args:
+      x_BSND: queries or keys.
+      table: cos and sin of `rope_table`, [B, S, P]. With 2 P < D only the first 2 P columns turn.
+      interleaved: pairs are (x[2i], x[2i + 1]), as in the paper and DeepSeek's checkpoints; else
+        (x[i], x[i + P]).
+      implementation: `xla` or `mosaic`; None: by configuration and tuning table.
+      blocks: of the Mosaic kernel; None: as measured, or its defaults.
+
+    Returns:
+      [B, S, N, D] in the dtype of x.
+
+    Raises:
+      ImplementationError: `implementation` cannot run this call.
+    """
+    P = table[0].shape[-1]
+    choice = choose(
+        "rope",
+        implementation,
+        shape_class=shape_class(x_BSND.dtype, x_BSND.shape[-1]),
+        obstacles={"mosaic": rope_obstacle(x_BSND, P, interleaved)},
+    )
+    mosaic = (blocks or RopeBlocks(**choice.blocks)) if choice.implementation == "mosaic" else None
+    return _turn(*varying_alike(x_BSND, *table), interleaved, mosaic)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _turn(x_BSND, cos_BSP, sin_BSP, interleaved: bool, mosaic: RopeBlocks | None):
+    if mosaic is not None:
+        N, D = x_BSND.shape[2:]
+        flat = (part.reshape(-1, part.shape[-1]) for part in (cos_BSP, sin_BSP))
+        turned = rotate(x_BSND.reshape(-1, N, D), *flat, interleaved, mosaic)
+        return turned.reshape(x_BSND.shape)
+    cos, sin = (part[:, :, None, :] for part in (cos_BSP, sin_BSP))
+    P = cos.shape[-1]
+    x, rest = x_BSND[..., : 2 * P].astype(jnp.float32), x_BSND[..., 2 * P :]
+    pair_dim = x.ndim if interleaved else x.ndim - 1
+    shape = (*x.shape[:-1], P, 2) if interleaved else (*x.shape[:-1], 2, P)
+    first, second = jnp.unstack(x.reshape(shape), axis=pair_dim)
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_dim)
+    turned = turned.reshape(x.shape).astype(x_BSND.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+def _turn_forward(x, cos, sin, interleaved, mosaic):
+    return _turn(x, cos, sin, interleaved, mosaic), (cos, sin)
+
+
+def _turn_backward(interleaved, mosaic, table, d_out):
+    cos, sin = table
+    return _turn(d_out, cos, -sin, interleaved, mosaic), None, None
+
+
+_turn.defvjp(_turn_forward, _turn_backward)

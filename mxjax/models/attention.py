@@ -16,6 +16,7 @@ from mxjax.kernels.rope import apply_rope, attention_scale
 from mxjax.models.context import LayerContext
 from mxjax.models.norm import RMSNorm
 from mxjax.models.parts import param
+from mxjax.remat.names import named
 from mxjax.sharding import collectives, tensor_parallel
 from mxjax.sharding.context_parallel import attend
 
@@ -96,10 +97,12 @@ class Attention(SelfAttention):
             kv += self._local_groups(self.kv_bias[...])
         k_BSGD, v_BSGD = kv[:, :, 0], kv[:, :, 1]
         if self.qk_layernorm:
-            q_BSND, k_BSGD = self.q_norm(q_BSND), self.k_norm(k_BSGD)
+            q_BSND = self.q_norm(named(q_BSND, "query_projection"))
+            k_BSGD = self.k_norm(named(k_BSGD, "key_projection"))
         if ctx.rope is not None:
             q_BSND, k_BSGD = apply_rope(q_BSND, ctx.rope), apply_rope(k_BSGD, ctx.rope)
-        out_BsH = self._mix(q_BSND, k_BSGD, v_BSGD, ctx, key)
+        q_BSND, k_BSGD = named(q_BSND, "query"), named(k_BSGD, "key")
+        out_BsH = self._mix(q_BSND, k_BSGD, named(v_BSGD, "value"), ctx, key)
         return out_BsH + self.out_bias[...] if self.add_out_bias else out_BsH
 
     def _local_groups(self, kv: jax.Array) -> jax.Array:

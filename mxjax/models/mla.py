@@ -24,6 +24,7 @@ from mxjax.models.attention import SelfAttention
 from mxjax.models.context import LayerContext
 from mxjax.models.norm import RMSNorm
 from mxjax.models.parts import param
+from mxjax.remat.names import named
 from mxjax.sharding import tensor_parallel
 
 
@@ -54,8 +55,9 @@ class LatentAttention(SelfAttention):
         self.out = self._make_out(model, E, rngs)
 
     def __call__(self, x_BsH: jax.Array, ctx: LayerContext, key: jax.Array | None) -> jax.Array:
-        q_BSND = self._queries(x_BsH, ctx)
+        q_BSND = named(self._queries(x_BsH, ctx), "mla_query")
         k_BSND, v_BSNE = self._keys_and_values(x_BsH, ctx)
+        k_BSND, v_BSNE = named(k_BSND, "mla_key"), named(v_BSNE, "mla_value")
         return self._mix(q_BSND, k_BSND, v_BSNE, ctx, key)
 
     def _queries(self, x_BsH: jax.Array, ctx: LayerContext) -> jax.Array:
@@ -64,7 +66,9 @@ class LatentAttention(SelfAttention):
             x_BSH = tensor_parallel.enter(x_BsH, ctx.sequence_parallel)
             q_BSND = jnp.einsum("bsh,hnd->bsnd", x_BSH, self.q[...])
         else:
-            latent_BsL = self.q_norm(jnp.einsum("bsh,hl->bsl", x_BsH, self.q_down[...]))
+            latent_BsL = jnp.einsum("bsh,hl->bsl", x_BsH, self.q_down[...])
+            latent_BsL = self.q_norm(named(latent_BsL, "query_latent"))
+            latent_BsL = named(latent_BsL, "query_latent_norm")
             latent_BSL = tensor_parallel.enter(latent_BsL, ctx.sequence_parallel)
             q_BSND = jnp.einsum("bsl,lnd->bsnd", latent_BSL, self.q_up[...])
         plain, rotary = jnp.split(q_BSND, [self.mla.qk_nope_head_dim], axis=-1)
@@ -74,9 +78,11 @@ class LatentAttention(SelfAttention):
         """Keys [B, S, N, D] and values [B, S, N, E] of this rank's heads."""
         L, P, R = self.mla.kv_lora_rank, self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim
         down_BsX = jnp.einsum("bsh,hx->bsx", x_BsH, self.kv_down[...])
+        down_BsX = named(down_BsX, "kv_latent")
         latent_BsL, rotary_BsR = jnp.split(down_BsX, [L], axis=-1)
         # One exchange for both.
         both_BsX = jnp.concatenate([self.kv_norm(latent_BsL), rotary_BsR], axis=-1)
+        both_BsX = named(both_BsX, "kv_latent_norm")
         both_BSX = tensor_parallel.enter(both_BsX, ctx.sequence_parallel)
         latent_BSL, rotary_BSR = jnp.split(both_BSX, [L], axis=-1)
         kv = jnp.einsum("bsl,lnx->bsnx", latent_BSL, self.kv_up[...])

@@ -19,6 +19,7 @@ from mxjax.config.schema import ModelConfig
 from mxjax.models.context import LayerContext
 from mxjax.models.norm import Norm
 from mxjax.models.parts import param
+from mxjax.remat.names import named
 
 
 class MTPModule(nnx.Module):
@@ -42,7 +43,7 @@ class MTPModule(nnx.Module):
     ):
         """Normed hidden state, which head and next module take, and the layer's `LayerAux`."""
         normed = self.embedding_norm(embedding_BsH), self.hidden_norm(x_BsH)
-        joined_BsJ = jnp.concatenate(normed, axis=-1)
+        joined_BsJ = named(jnp.concatenate(normed, axis=-1), "mtp_joined")
         x_BsH = jnp.einsum("bsj,jh->bsh", joined_BsJ, self.projection[...])
         x_BsH, aux = self.layer(x_BsH, ctx, index, bias_E)
-        return self.norm(x_BsH), aux
+        return self.norm(named(x_BsH, "mtp_residual")), aux

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from mxjax.config.schema import ModelConfig
-from mxjax.kernels.norm import layer_norm, rms_norm
+from mxjax.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from mxjax.models.parts import param
 
 
@@ -24,6 +24,15 @@ class Norm(nnx.Module):
         if self.centred:
             return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
         return rms_norm(x, self.scale[...], self.epsilon)
+
+    def after_addition(
+        self, x: jax.Array, residual: jax.Array, name: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """x + residual, under this checkpoint name, and its norm."""
+        if self.centred:
+            weights = self.scale[...], self.bias[...]
+            return add_layer_norm(x, residual, *weights, self.epsilon, name=name)
+        return add_rms_norm(x, residual, self.scale[...], self.epsilon, name=name)
 
 
 class RMSNorm(nnx.Module):

@@ -150,6 +150,15 @@ def layer_of(stack: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], stack)
 
 
+def layers_of(layers: Any, wanted: slice) -> Any:
+    """Some layers of what `stack_layers` gives, or of a list."""
+    if isinstance(layers, list):
+        return layers[wanted]
+    if wanted == slice(0, jax.tree.leaves(layers)[0].shape[0]):
+        return layers
+    return jax.tree.map(lambda leaf: leaf[wanted], layers)
+
+
 def unstack_layers(layers: Any) -> list:
     """The inverse of `stack_layers`."""
     number = jax.tree.leaves(layers)[0].shape[0]

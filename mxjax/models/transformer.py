@@ -6,7 +6,7 @@ of a layer. Shapes: B batch, S sequence, s sequence of the residual stream, H hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from mxjax.config.schema import ModelConfig, MoEConfig
-from mxjax.kernels.dropout import dropout
+from mxjax.kernels.dropout import bias_dropout_add
 from mxjax.kernels.rope import rope_amplitude, rope_frequencies, rope_table
 from mxjax.models.attention import Attention
 from mxjax.models.context import LayerContext
@@ -26,9 +26,10 @@ from mxjax.models.mla import LatentAttention
 from mxjax.models.mlp import MLP
 from mxjax.models.mtp import MTPModule
 from mxjax.models.norm import Norm
-from mxjax.models.parts import Params, Part, layer_of, stack_layers
+from mxjax.models.parts import Params, Part, layer_of, layers_of, stack_layers
 from mxjax.moe.layer import MoE
 from mxjax.moe.router import RouterStatistics
+from mxjax.remat.names import named
 from mxjax.sharding import collectives
 from mxjax.sharding.context_parallel import RING, ContextParallel
 
@@ -73,22 +74,35 @@ class TransformerLayer(nnx.Module):
         attention_key, dropout_key, mlp_key = (
             (None,) * 3 if key is None else jax.random.split(key, 3)
         )
-        mixed = self.attention(self.attention_norm(x_BsH), ctx, attention_key)
-        x_BsH += dropout(mixed, self.hidden_dropout, ctx.residual_key(dropout_key))
-        normed = self.mlp_norm(x_BsH)
+        x_BsH = named(x_BsH, "layer_input")
+        normed = named(self.attention_norm(x_BsH), "attention_norm")
+        mixed = self.attention(normed, ctx, attention_key)
+        x_BsH, normed = self._add_and_norm(mixed, x_BsH, ctx.residual_key(dropout_key))
+        normed = named(normed, "mlp_norm")
         moe_aux = None
         if bias_E is None:
             update = self.mlp(normed, ctx.sequence_parallel)
         else:
             update, statistics, needed = self.mlp(normed, ctx, bias_E)
             moe_aux = MoEAux(statistics, needed)
-        x_BsH += dropout(update, self.hidden_dropout, ctx.residual_key(mlp_key))
+        x_BsH = bias_dropout_add(
+            update, None, x_BsH, self.hidden_dropout, ctx.residual_key(mlp_key)
+        )
         return x_BsH, LayerAux(finite=jnp.all(jnp.isfinite(x_BsH)), moe=moe_aux)
+
+    def _add_and_norm(self, mixed_BsH, x_BsH, key) -> tuple[jax.Array, jax.Array]:
+        """Residual stream after attention, and its norm."""
+        name, rate = "attention_residual", self.hidden_dropout
+        if rate == 0 or key is None:
+            return self.mlp_norm.after_addition(mixed_BsH, x_BsH, name)
+        x_BsH = named(bias_dropout_add(mixed_BsH, None, x_BsH, rate, key), name)
+        return x_BsH, self.mlp_norm(x_BsH)
 
 
 LayerFunction = Callable[..., tuple[jax.Array, LayerAux]]
-LayerWrapper = Callable[[LayerFunction, dict], LayerFunction]
-"""(layer function, parameter infos of one layer) -> layer function: ZeRO-3 gathering, remat."""
+LayerWrapper = Callable[[LayerFunction, dict, int], LayerFunction]
+"""(layer function, parameter infos of one layer, number of the layer in the model, those of
+multi-token prediction last) -> layer function: ZeRO-3 gathering, remat."""
 
 
 class Transformer:
@@ -204,8 +218,12 @@ class Transformer:
         tokens_BS: jax.Array,
         ctx: LayerContext,
         wrap: LayerWrapper,
+        changes: Sequence[int] = (),
     ) -> tuple[jax.Array, dict[str, LayerAux]]:
-        """Residual stream after the last layer, and each group's `aux` stacked over its layers."""
+        """Residual stream after the last layer, and each group's `aux` stacked over its layers.
+
+        `changes`: numbers of layers from which on `wrap` does something else than before.
+        """
         x = self.embed(params, tokens_BS, ctx)
         aux: dict[str, LayerAux] = {}
         first = 0
@@ -216,10 +234,18 @@ class Transformer:
             def layer(layer_params, x, ctx, index, bias_E, part=part):
                 return part.bind(layer_params)(x, ctx, index, bias_E)
 
-            indices = first + jnp.arange(part.num_layers)
-            run = wrap(layer, part.layer_infos)
-            x, aux[name] = run_layers(run, params[name], x, ctx, indices, bias)
-            first += part.num_layers
+            last = first + part.num_layers
+            starts = [first, *(layer for layer in changes if first < layer < last)]
+            auxes = []
+            for start, end in zip(starts, [*starts[1:], last], strict=True):
+                run = wrap(layer, part.layer_infos, start)
+                here = slice(start - first, end - first)
+                weights, indices = layers_of(params[name], here), jnp.arange(start, end)
+                bias_here = None if bias is None else bias[here]
+                x, aux_here = run_layers(run, weights, x, ctx, indices, bias_here)
+                auxes.append(aux_here)
+            aux[name] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *auxes)
+            first = last
         return x, aux
 
     def embed(
@@ -253,13 +279,14 @@ class Transformer:
         def module(module_params, *inputs):
             return part.bind(module_params)(*inputs)
 
-        run = wrap(module, part.layer_infos)
         outputs, auxes = [], []
         for k, tokens_BS in enumerate(tokens):
             weights = layers[k] if isinstance(layers, list) else layer_of(layers, k)
             bias_E = expert_bias_LE[self.num_moe_layers + k] if self.num_moe_layers else None
             embedded = self.embed(params, tokens_BS, ctx, NO_LAYER + 1 + k)
-            x_BsH, aux = run(weights, x_BsH, embedded, ctx, self.model.num_layers + k, bias_E)
+            index = self.model.num_layers + k
+            run = wrap(module, part.layer_infos, index)
+            x_BsH, aux = run(weights, x_BsH, embedded, ctx, index, bias_E)
             outputs.append(x_BsH)
             auxes.append(aux)
         return outputs, stack_layers(auxes)

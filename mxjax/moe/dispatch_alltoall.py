@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mxjax.kernels.permute import PermutePlan, permute, plan_permute, unpermute
 from mxjax.moe.dispatch import DispatchedRows, needed_factor, places
+from mxjax.remat.names import named
 from mxjax.sharding import collectives
 from mxjax.sharding.collectives import Axes
 
@@ -45,10 +46,11 @@ class AllToAllDispatcher:
         balanced = T * K / D
         capacity = places(balanced, self.capacity_factor, most=T)
         rank_TK = jnp.where(experts_TK >= 0, experts_TK // local, -1)
-        plan = plan_permute(_first_of_each(rank_TK), D, capacity)
+        plan = named(plan_permute(_first_of_each(rank_TK), D, capacity), "permute_plan")
         sent_DCH = permute(x_TH, plan)
-        weights_DCK = permute(weights_TK, plan)
-        experts_DCK = experts_TK.at[plan.source_GC // K].get(mode="fill", fill_value=-1)
+        # So narrow that no kernel takes it.
+        weights_DCK = permute(weights_TK, plan, implementation="xla")
+        experts_DCK = experts_TK.at[plan.source // K].get(mode="fill", fill_value=-1)
         to_rank_D = jnp.arange(D)[:, None, None]
         experts_DCK = jnp.where(
             (experts_DCK >= 0) & (experts_DCK // local == to_rank_D), experts_DCK % local, -1
@@ -63,7 +65,7 @@ class AllToAllDispatcher:
 
     def combine(self, out_RH, state):
         """Sum of each token's results over the ranks it went to."""
-        D, C = state.plan.source_GC.shape
+        D, C = state.plan.source.shape
         back_DCH = collectives.all_to_all(out_RH.reshape(D, C, -1), self.axes)
         ones_TK = jnp.ones(state.plan.place_TK.shape, jnp.float32)
         return unpermute(back_DCH, ones_TK, state.plan)

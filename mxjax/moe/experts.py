@@ -1,19 +1,29 @@
-"""The experts of one rank as one batched matrix product over padded groups.
+"""The experts of one rank, in one of two forms that compute the same.
 
-Shapes: R rows, K expert choices of a row, E experts (local), C places an expert has, H hidden,
-F inner width (local).
+`batched`: every expert has equally many places, one batched matrix product does all. `grouped`:
+experts share one buffer of rows, in which each has as many as it needs, padded to whole tiles.
+
+Shapes: R rows, K expert choices of a row, E experts (local), C places an expert has, P places of
+all together, H hidden, F inner width (local).
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mxjax.config.schema import ModelConfig, MoEConfig
-from mxjax.kernels.activation import gelu, swiglu
-from mxjax.kernels.permute import permute, plan_permute, unpermute
+from mxjax.kernels.batched_matmul import batched_matmul
+from mxjax.kernels.gelu import gelu
+from mxjax.kernels.grouped_matmul import grouped_matmul, row_tile
+from mxjax.kernels.permute import permute, plan_permute, plan_row_groups, unpermute
+from mxjax.kernels.row_groups import sufficient_rows
+from mxjax.kernels.swiglu import swiglu
 from mxjax.models.parts import param
+from mxjax.remat.names import named
 
 
 class Experts(nnx.Module):
@@ -23,6 +33,7 @@ class Experts(nnx.Module):
         E, H = moe.num_experts, model.hidden_size
         F = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         self.gated = model.activation == "swiglu"
+        self.grouped = moe.expert_gemm == "grouped"
         std = model.init_method_std
         self.up = param(
             rngs,
@@ -45,14 +56,52 @@ class Experts(nnx.Module):
         Args:
           experts_RK: local expert of each choice, -1 where it is not on this rank.
           weights_RK: fp32.
-          capacity: C; rows beyond it are left out, which the returned counts show.
+          capacity: rows that each of the `num_buffers` buffers holds; rows beyond it are left out,
+            which the returned counts show.
 
         Returns:
-          out_RH (partial over `tp` if the inner width is split), rows asked of each expert [E].
+          out_RH (partial over `tp` if the inner width is split), rows asked of each buffer.
         """
-        plan = plan_permute(experts_RK, self.up.shape[0], capacity)
-        x_ECH = permute(rows_RH, plan)
-        up = jnp.einsum("ech,ehgf->ecgf", x_ECH, self.up[...])
-        act_ECF = swiglu(up[:, :, 0], up[:, :, 1]) if self.gated else gelu(up[:, :, 0])
-        y_ECH = jnp.einsum("ecf,efh->ech", act_ECF, self.down[...])
+        run = self._grouped if self.grouped else self._batched
+        out_RH, counts_E = run(rows_RH, experts_RK, weights_RK, capacity)
+        return out_RH, jnp.sum(counts_E.reshape(self.num_buffers, -1), axis=1)
+
+    @property
+    def num_experts(self) -> int:
+        """E, of this rank."""
+        return self.up.shape[0]
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers that rows go to: one for all experts, or one for each."""
+        return 1 if self.grouped else self.num_experts
+
+    def _batched(self, rows_RH, experts_RK, weights_RK, capacity):
+        plan = named(plan_permute(experts_RK, self.num_experts, capacity), "permute_plan")
+        x_ECH = named(permute(rows_RH, plan), "expert_rows")
+        up = named(self._branches(batched_matmul(x_ECH, self._up_weights())), "expert_up")
+        act_ECF = named(self._activation(up), "expert_act")
+        y_ECH = named(batched_matmul(act_ECF, self.down[...]), "expert_out")
         return unpermute(y_ECH, weights_RK, plan), plan.counts_G
+
+    def _grouped(self, rows_RH, experts_RK, weights_RK, capacity):
+        E, tile = self.num_experts, row_tile()
+        places = sufficient_rows(capacity, E, tile)
+        plan, groups = named(plan_row_groups(experts_RK, E, places, tile), "permute_plan")
+        x_PH = named(permute(rows_RH, plan), "expert_rows")
+        up = named(self._branches(grouped_matmul(x_PH, self._up_weights(), groups)), "expert_up")
+        act_PF = named(self._activation(up), "expert_act")
+        y_PH = named(grouped_matmul(act_PF, self.down[...], groups), "expert_out")
+        return unpermute(y_PH, weights_RK, plan), plan.counts_G
+
+    def _up_weights(self) -> jax.Array:
+        """Gate and up side by side, [E, H, 2 F]."""
+        E, H, *widths = self.up.shape
+        return self.up[...].reshape(E, H, math.prod(widths))
+
+    def _branches(self, up: jax.Array) -> jax.Array:
+        """Their products, [..., 2 F], apart: [..., 2, F]."""
+        return up.reshape(*up.shape[:-1], *self.up.shape[2:])
+
+    def _activation(self, up: jax.Array) -> jax.Array:
+        return swiglu(up) if self.gated else gelu(up[..., 0, :])

@@ -19,6 +19,7 @@ from mxjax.moe.dispatch_alltoall import AllToAllDispatcher
 from mxjax.moe.experts import Experts
 from mxjax.moe.router import RouterStatistics
 from mxjax.moe.router_class import router_class
+from mxjax.remat.names import named
 from mxjax.sharding import collectives
 
 
@@ -44,7 +45,8 @@ class MoE(nnx.Module):
         self.router = router_class(moe.router)(model, moe, rngs)
         self.experts = Experts(model, moe, rngs)
         if moe.shared_expert_intermediate_size:
-            self.shared = MLP(model, moe.shared_expert_intermediate_size, False, rngs)
+            width = moe.shared_expert_intermediate_size
+            self.shared = MLP(model, width, False, rngs, name="shared_expert")
 
     def __call__(
         self, x_BsH: jax.Array, ctx: LayerContext, bias_E: jax.Array
@@ -78,7 +80,8 @@ class MoE(nnx.Module):
 
     def _dispatcher(self, axes) -> Dispatcher:
         E = self.moe.num_experts
-        if self.moe.dispatcher == "allgather":
+        # Without other ranks there is nothing to send: tokens need no buffer either.
+        if self.moe.dispatcher == "allgather" or collectives.axis_size(axes) == 1:
             return AllGatherDispatcher(axes, E)
         return AllToAllDispatcher(axes, E, self.capacity_factor)
 
@@ -89,9 +92,12 @@ class MoE(nnx.Module):
         which computes a part of the inner width. `tokens` is the number that share the experts."""
         if gather_tp:
             rows = jax.tree.map(lambda value: collectives.all_gather(value, "tp", dim=0), rows)
-        balanced = tokens * self.moe.router_topk / self.moe.num_experts
-        capacity = places(balanced, self.capacity_factor, most=tokens)
-        out_RH, counts_E = self.experts(rows.rows_RH, rows.experts_RK, rows.weights_RK, capacity)
+        rows = named(rows, "dispatched_rows")
+        experts, choices = self.experts, self.moe.router_topk
+        sharing = experts.num_experts // experts.num_buffers  # experts that share a buffer
+        balanced = tokens * choices * sharing / self.moe.num_experts
+        capacity = places(balanced, self.capacity_factor, most=tokens * min(choices, sharing))
+        out_RH, counts = experts(rows.rows_RH, rows.experts_RK, rows.weights_RK, capacity)
         if gather_tp:
             out_RH = collectives.reduce_scatter(out_RH, "tp", dim=0)
-        return out_RH, needed_factor(counts_E, balanced, capacity, self.capacity_factor)
+        return out_RH, needed_factor(counts, balanced, capacity, self.capacity_factor)

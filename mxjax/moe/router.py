@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from mxjax.config.schema import ModelConfig, MoEConfig
+from mxjax.kernels.route import RoutingRule, choose_experts, expert_weights, kernel_runs, route
 from mxjax.models.parts import param
+from mxjax.remat.names import named
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +33,20 @@ class RouterStatistics:
     """Sum of squared log-sum-exp of the logits."""
 
 
+def _rule(moe: MoEConfig) -> RoutingRule:
+    grouped = moe.num_groups is not None
+    return RoutingRule(
+        topk=moe.router_topk,
+        score_function=moe.score_function,
+        pre_softmax=moe.router_pre_softmax,
+        normalise=moe.norm_topk_prob,
+        scaling=moe.routed_scaling_factor,
+        num_groups=moe.num_groups,
+        group_topk=moe.group_topk if grouped else 1,
+        group_best=moe.router_topk // moe.group_topk if grouped and moe.group_score == "sum" else 1,
+    )
+
+
 class Router(nnx.Module):
     """A linear layer in fp32 and top-k.
 
@@ -40,6 +55,7 @@ class Router(nnx.Module):
 
     def __init__(self, model: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         self.moe = moe
+        self.rule = _rule(moe)
         self.weight = param(
             rngs,
             (model.hidden_size, moe.num_experts),
@@ -63,10 +79,16 @@ class Router(nnx.Module):
         moe, (B, s, H) = self.moe, x_BsH.shape
         E = moe.num_experts
         logits_TE = self._logits(x_BsH.reshape(-1, H).astype(jnp.float32))
+        logits_TE = named(logits_TE, "router_logits")
         valid_T1 = valid_Bs.reshape(-1, 1)
         scores_TE, full_TE = self._scores(logits_TE)
-        experts_TK = self._choose(scores_TE, bias_E)
-        weights_TK = self._weights(scores_TE, experts_TK)
+        if self._is_as_configured() and kernel_runs(logits_TE, self.rule):
+            routed = route(logits_TE, bias_E, valid_T1[:, 0], self.rule)
+            experts_TK = named(routed.experts_TK, "router_experts")
+            weights_TK = routed.weights_TK
+        else:
+            experts_TK = named(self._choose(scores_TE, bias_E), "router_experts")
+            weights_TK = self._weights(scores_TE, experts_TK)
         experts_TK = jnp.where(valid_T1, experts_TK, -1)
         chosen_TE = jnp.sum(jax.nn.one_hot(experts_TK, E, dtype=jnp.float32), axis=1)
         z_T = jnp.square(jax.nn.logsumexp(logits_TE, axis=-1))
@@ -76,6 +98,12 @@ class Router(nnx.Module):
             z_sum=jnp.sum(jnp.where(valid_T1[:, 0], z_T, 0)),
         )
         return experts_TK, jnp.where(valid_T1, weights_TK, 0), statistics
+
+    def _is_as_configured(self) -> bool:
+        """No subclass chooses in a way of its own, and the choice is the router's."""
+        methods = ("_scores", "_choose", "_weights")
+        own = any(getattr(type(self), name) is not getattr(Router, name) for name in methods)
+        return not own and not self.moe.force_balanced
 
     def _logits(self, x_TH: jax.Array) -> jax.Array:
         """Affinity of each token (fp32) to each expert."""
@@ -97,29 +125,7 @@ class Router(nnx.Module):
             stride = next(s for s in range(max(1, E // K), E + 1) if math.gcd(s, E) == 1 or E == 1)
             dealt = jnp.arange(T)[:, None] * K + jnp.arange(K)
             return (dealt * stride % E).astype(jnp.int32)
-        compared_TE = lax.stop_gradient(scores_TE) + bias_E
-        if self.moe.num_groups is not None:
-            compared_TE = self._limit_to_groups(compared_TE)
-        return lax.top_k(compared_TE, K)[1].astype(jnp.int32)
-
-    def _limit_to_groups(self, compared_TE: jax.Array) -> jax.Array:
-        """Group-limited routing (DeepSeek-V2, 2024, section 2.2.2; DeepSeek-V3, section 2.1.2):
-        minus infinity outside of each token's best groups."""
-        moe, (T, E) = self.moe, compared_TE.shape
-        compared_TGe = compared_TE.reshape(T, moe.num_groups, E // moe.num_groups)
-        best = 1 if moe.group_score == "max" else moe.router_topk // moe.group_topk
-        score_TG = jnp.sum(lax.top_k(compared_TGe, best)[0], axis=-1)
-        chosen_TK = lax.top_k(score_TG, moe.group_topk)[1]
-        allowed_TG = jnp.any(jax.nn.one_hot(chosen_TK, moe.num_groups, dtype=bool), axis=1)
-        return jnp.where(allowed_TG[:, :, None], compared_TGe, -jnp.inf).reshape(T, E)
+        return choose_experts(scores_TE, bias_E, self.rule)
 
     def _weights(self, scores_TE: jax.Array, experts_TK: jax.Array) -> jax.Array:
-        moe = self.moe
-        # A product with the one-hot choice: its gradient is dense and adds in a fixed order.
-        pick_TKE = jax.nn.one_hot(experts_TK, moe.num_experts, dtype=jnp.float32)
-        weights = jnp.sum(pick_TKE * scores_TE[:, None, :], axis=-1)
-        if moe.score_function == "softmax" and not moe.router_pre_softmax:
-            weights = jax.nn.softmax(weights, axis=-1)
-        elif moe.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return weights * moe.routed_scaling_factor
+        return expert_weights(scores_TE, experts_TK, self.rule)

@@ -11,8 +11,8 @@ A `ppermute` may not: XLA can pair it with that of another branch (use `all_to_a
 
 Names in the carried state: `x` and `g` rings [slots, ...]; `outer`, gradients of what is not in a
 layer; `stats`. With a scanned layer loop: `residuals/KIND`, `kept/KIND`, `cut/KIND`, lists of rings
-[slots, layers, ...]; `grads/KIND/CHUNK`. With an unrolled one each layer has its own: rings
-`residuals/KIND/LAYER` [slots, ...] by the layer's number on its stage, `grads/KIND/PLACE`. A cell
+[slots, layers, ...]; `grads/GROUP/CHUNK`. With an unrolled one each layer has its own: rings
+`residuals/KIND/LAYER` [slots, ...] by the layer's number on its stage, `grads/GROUP/PLACE`. A cell
 gets only those that it changes: XLA copies what a `cond` merely passes on.
 """
 
@@ -37,8 +37,8 @@ AXIS = "pp"
 State = dict[str, Any]
 Row = dict[str, jax.Array]
 Weights = dict[str, Any]
-"""For each kind of layer, weights of this rank's layers, chunk after chunk: a list of trees, or one
-tree stacked along a first dim. Every chunk takes as many places as the largest on any rank."""
+"""For each group of layers, weights of this rank's layers, chunk after chunk: a list of trees, or
+one tree stacked along a first dim. Every chunk takes as many places as the largest on any rank."""
 
 
 class StagedModel(Protocol):
@@ -96,7 +96,8 @@ class Pipeline:
         for kind in self._present:
             ctx = self.model.context(jnp.int32(0))
             side = self.model.side(kind, ctx, jnp.int32(0))
-            example = self._layer_weights(kind, self._chunk_with(kind), 0)
+            group = self.table.stacks.group(kind)
+            example = self._layer_weights(group, self._chunk_with(group), 0)
             x = jnp.zeros(self._stream.shape, self._stream.dtype)
             layer = partial(self.model.layer, kind)
             self._splits[kind] = split_layer(layer, example, x, side)
@@ -111,7 +112,12 @@ class Pipeline:
     @property
     def _present(self) -> list[str]:
         """Kinds of which there are layers."""
-        return [kind for kind in self.table.stacks.kinds if self._bases[kind][-1]]
+        return [kind for kind, number in self.table.stacks.kinds.items() if number]
+
+    @property
+    def _groups(self) -> list[str]:
+        """Groups of which there are layers."""
+        return [group for group, bases in self._bases.items() if bases[-1]]
 
     def _scan(self, state: State) -> State:
         rank = lax.axis_index(AXIS)
@@ -143,14 +149,21 @@ class Pipeline:
             if part.kind is Kind.B:
                 keys |= {self._ring_key("cut", *work) for work in works}
             else:
-                keys |= {self._grads_key(kind, part.chunk, j) for kind, j in works}
+                keys |= {self._grads_key(part, *work) for work in works}
         return sorted(keys)
 
     def _ring_key(self, name: str, kind: str, j: int | jax.Array) -> str:
         return f"{name}/{kind}/{j}" if self._unrolled else f"{name}/{kind}"
 
-    def _grads_key(self, kind: str, chunk: int, j: int | jax.Array) -> str:
-        return f"grads/{kind}/{self._bases[kind][chunk] + j if self._unrolled else chunk}"
+    def _grads_key(self, part: Part, kind: str, j: int | jax.Array) -> str:
+        group, place = self._place(part, kind, j)
+        chunk = part.chunk
+        return f"grads/{group}/{self._bases[group][chunk] + place if self._unrolled else chunk}"
+
+    def _place(self, part: Part, kind: str, j: int | jax.Array) -> tuple[str, int | jax.Array]:
+        """Group of a layer's weights and its place in it, among those of the chunk."""
+        stacks = self.table.stacks
+        return stacks.group(kind), stacks.before(kind, part.layers) + j
 
     def _may_have_embedding(self, part: Part) -> bool:
         return self._may_be(part, 0)
@@ -245,11 +258,11 @@ class Pipeline:
     def _unrolled(self) -> bool:
         return all(isinstance(layers, list) for layers in self.weights.values())
 
-    def _layer_weights(self, kind: str, chunk: int, j: int | jax.Array) -> Any:
-        base, end = self._bases[kind][chunk : chunk + 2]
+    def _layer_weights(self, group: str, chunk: int, place: int | jax.Array) -> Any:
+        base, end = self._bases[group][chunk : chunk + 2]
         if self._unrolled:
-            return self.weights[kind][base + j]
-        return jax.tree.map(lambda a: _get(a[base:end], j), self.weights[kind])
+            return self.weights[group][base + place]
+        return jax.tree.map(lambda a: _get(a[base:end], place), self.weights[group])
 
     def _ring(self, ring: str, like: Any) -> Any:
         """An empty ring, with its spare slot."""
@@ -263,7 +276,8 @@ class Pipeline:
         for kind in self._present:
             for name in ("residuals", "kept", "cut"):
                 state |= self._layer_rings(name, kind)
-            state |= self._zero_gradients(kind)
+        for group in self._groups:
+            state |= self._zero_gradients(group)
         return state
 
     def _layer_values(self, name: str, kind: str) -> list[jax.ShapeDtypeStruct]:
@@ -286,35 +300,34 @@ class Pipeline:
         rings = [jnp.zeros((slots, layers, a.size), a.dtype) for a in like]
         return {self._ring_key(name, kind, 0): rings}
 
-    def _zero_gradients(self, kind: str) -> State:
-        bases = self._bases[kind]
-        like = jax.eval_shape(
-            partial(self.model.reduce, kind), self._layer_weights(kind, self._chunk_with(kind), 0)
-        )
+    def _zero_gradients(self, group: str) -> State:
+        bases = self._bases[group]
+        example = self._layer_weights(group, self._chunk_with(group), 0)
+        like = jax.eval_shape(partial(self.model.reduce, group), example)
         if self._unrolled:
-            return {f"grads/{kind}/{place}": zero_sums(like) for place in range(bases[-1])}
+            return {f"grads/{group}/{place}": zero_sums(like) for place in range(bases[-1])}
         return {
-            f"grads/{kind}/{chunk}": jax.tree.map(
+            f"grads/{group}/{chunk}": jax.tree.map(
                 lambda a, n=bases[chunk + 1] - base: jnp.zeros((n, *a.shape), sum_dtype(a)), like
             )
             for chunk, base in enumerate(bases[:-1])
         }
 
-    def _chunk_with(self, kind: str) -> int:
+    def _chunk_with(self, group: str) -> int:
         """The first chunk that has such layers."""
-        bases = self._bases[kind]
+        bases = self._bases[group]
         return next(c for c in range(len(bases) - 1) if bases[c + 1] > bases[c])
 
     def _gradients(self, state: State) -> Weights:
         """The sums in the form of the weights."""
         grads: Weights = {}
-        for kind in self._present:
-            bases = self._bases[kind]
+        for group in self._groups:
+            bases = self._bases[group]
             parts = bases[-1] if self._unrolled else len(bases) - 1
-            trees = [state[f"grads/{kind}/{part}"] for part in range(parts)]
+            trees = [state[f"grads/{group}/{part}"] for part in range(parts)]
             if not self._unrolled:
                 trees = jax.tree.map(lambda *a: jnp.concatenate(a), *trees)
-            grads[kind] = trees
+            grads[group] = trees
         return grads
 
 
@@ -341,7 +354,8 @@ class _Work:
         before = self.part.before(kind, pipeline.table.stacks)
         index = self.row[f"{self.letter}.first_layer"] + before + j
         side = pipeline.model.side(kind, self.ctx, index)
-        weights = pipeline._layer_weights(kind, self.part.chunk, j)
+        group, place = pipeline._place(self.part, kind, j)
+        weights = pipeline._layer_weights(group, self.part.chunk, place)
         {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -407,15 +421,16 @@ class _Work:
 
     def _add(self, state: State, kind: str, j, grads) -> None:
         pipeline = self.pipeline
-        key = pipeline._grads_key(kind, self.part.chunk, j)
+        key = pipeline._grads_key(self.part, kind, j)
+        _, place = pipeline._place(self.part, kind, j)
         total, grads = state[key], pipeline.model.reduce(kind, grads)
         if pipeline._unrolled:
             state[key] = add(total, grads)
             return
         # Without the barrier XLA copies the accumulator's slice out to fuse the addition.
         grads = lax.optimization_barrier(grads)
-        layer = add(jax.tree.map(lambda t: _get(t, j), total), grads)
-        state[key] = jax.tree.map(lambda t, value: _put(t, value, j), total, layer)
+        layer = add(jax.tree.map(lambda t: _get(t, place), total), grads)
+        state[key] = jax.tree.map(lambda t, value: _put(t, value, place), total, layer)
 
 
 def _in_step(works: list[_Work]) -> list[list[tuple[_Work, str, int]]]:

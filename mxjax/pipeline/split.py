@@ -55,11 +55,14 @@ class LayerSplit:
       residuals: shape and dtype of what F leaves for B.
       for_weights: which of them W needs too.
       cut: shape and dtype of what B leaves for W.
+      names: of `residuals` and then of `cut`: the name that the layer gave them
+        (`checkpoint_name`), or what is cheaply made of them, or None.
     """
 
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     for_weights: tuple[bool, ...]
     cut: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str | None, ...]
     programs: dict[str, Program]
     """F, B, W, BW: the last does B and W in one go."""
     _stats: Any
@@ -132,11 +135,13 @@ def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSpli
     cut = [value for value in crossing if value not in given]
     for_weights = tuple(value in crossing for value in residuals)
     kept = [v for v, needed in zip(residuals, for_weights, strict=True) if needed]
+    names = _names(graph)
     held = [*in_params, *in_side]
     return LayerSplit(
         residuals=tuple(_shape(graph, v) for v in residuals),
         for_weights=for_weights,
         cut=tuple(_shape(graph, v) for v in cut),
+        names=tuple(names.get(v) for v in (*residuals, *cut)),
         programs={
             "F": graph.program([*in_params, in_x, *in_side], [*out_forward, *residuals]),
             "B": graph.program([*held, *residuals, in_dy], [d_x, *cut]),
@@ -146,6 +151,19 @@ def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSpli
         _stats=stats_tree,
         _params=jax.tree.structure(params),
     )
+
+
+def _names(graph: Graph) -> dict[int, str]:
+    """For values with a name and those that it is cheaply made of."""
+    found: dict[int, str] = {}
+    for op in reversed(graph.operations):
+        if op.name == "name":
+            found |= dict.fromkeys((*op.inputs, *op.outputs), op.eqn.params["name"])
+        elif op.name in _CHEAP:
+            of_results = [found[v] for v in op.outputs if v in found]
+            for value in op.inputs if of_results else ():
+                found.setdefault(value, of_results[0])
+    return found
 
 
 def _shape(graph: Graph, value: int) -> jax.ShapeDtypeStruct:

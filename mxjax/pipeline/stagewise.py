@@ -70,7 +70,7 @@ class Stagewise:
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
     def train(self, inputs: Any, layers: Any, outer: Any) -> tuple[Any, Any, Any]:
-        """Gradients of `layers` (lists by kind, one tree for each place), of `outer`, and
+        """Gradients of `layers` (lists by group, one tree for each place), of `outer`, and
         statistics: sums over all microbatches of each device.
 
         All arguments and results are arrays over the whole mesh with a leading dim for devices.
@@ -201,8 +201,8 @@ class Stagewise:
     def _zeros(self, inputs, layers, outer):
         model = self.make_model(inputs)
         grads = {
-            kind: [zero_sums(jax.eval_shape(partial(model.reduce, kind), tree)) for tree in trees]
-            for kind, trees in layers.items()
+            group: [zero_sums(jax.eval_shape(partial(model.reduce, group), tree)) for tree in trees]
+            for group, trees in layers.items()
         }
         return grads, zero_sums(outer), model.empty_statistics()
 
@@ -354,9 +354,9 @@ class _Work:
         else:
             residuals = self.given["residuals"][name]
             self.x, grads = split.backward_both(weights, side, residuals, self.x)
-        sums = list(state["grads"][kind])
+        sums = list(state["grads"][group])
         sums[place] = add(sums[place], self.model.reduce(kind, grads))
-        state["grads"][kind] = sums
+        state["grads"][group] = sums
 
     def end(self, state) -> dict[str, Any]:
         """What goes out of the cell."""

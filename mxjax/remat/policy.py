@@ -3,36 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_policies
 
-from mxjax.config.schema import RematConfig
 from mxjax.kernels.attention_block import RESULTS
+from mxjax.remat.layers import LayerPolicy
 from mxjax.sharding.mesh import DATA_AXES
 
 LayerFunction = Callable[..., tuple]
 
 
 def rematerialise(
-    layer: LayerFunction, remat: RematConfig, *, gathers_weights: bool, in_scan: bool
+    layer: LayerFunction, policy: LayerPolicy, *, gathers_weights: bool, in_scan: bool
 ) -> LayerFunction:
-    """`layer` with the policy of `remat` around it.
+    """`layer` with `policy` around it.
 
     `gathers_weights`: the layer gathers its own weights (ZeRO-3). They must not outlive the
-    layer's forward pass, so even policy `none` then gathers them again in the backward pass.
+    layer's forward pass, so even a policy that keeps everything then gathers them again in the
+    backward pass.
     `in_scan`: the layer is the body of a scan. Outside of one, XLA would see that a value is
     computed twice and keep the first, unless barriers prevent that.
     """
     checkpoint = partial(jax.checkpoint, layer, prevent_cse=not in_scan)
-    if remat.policy == "full":
-        return checkpoint()
-    if remat.policy == "dots":
+    if policy.kind == "names":
+        return checkpoint(policy=_keep_names(policy))
+    if policy.kind == "dots":
         return checkpoint(policy=_keep_products)
     if gathers_weights:
         return checkpoint(policy=_keep_all_but_weights)
     return layer
+
+
+@cache  # JAX remembers what it traced under a policy by the function's identity
+def _keep_names(policy: LayerPolicy) -> Callable:
+    by_name = checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(_with_softmax(policy.save)),
+        names_which_can_be_offloaded=sorted(_with_softmax(policy.offload)),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def keep(primitive, *avals, **params):
+        if _is_cudnn_attention(primitive):
+            # Its output has no name of its own: the backward pass wants the primitive's results.
+            return "attention_out" in policy.save | policy.offload
+        return by_name(primitive, *avals, **params)
+
+    return keep
+
+
+def _with_softmax(names: frozenset[str]) -> set[str]:
+    """`attention_out` stands for all that attention leaves for its backward pass."""
+    return set(names) | (set(RESULTS) if "attention_out" in names else set())
+
+
+def _is_cudnn_attention(primitive) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def _keep_products(primitive, *_, **params) -> bool:
@@ -42,7 +71,7 @@ def _keep_products(primitive, *_, **params) -> bool:
         return len(batch_dims) < 2
     if primitive.name == "name":
         return params["name"] in RESULTS
-    return primitive.name.startswith("dot_product_attention_fwd")
+    return _is_cudnn_attention(primitive)
 
 
 def _keep_all_but_weights(primitive, *_, **params) -> bool:

@@ -19,9 +19,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
+from mxjax.kernels.implementation import with_kernels
 from mxjax.models.parts import Params, stack_layers, unstack_layers
 from mxjax.models.transformer import LayerAux, Transformer
 from mxjax.moe.balance import router_loss
+from mxjax.remat.layers import layer_policies, runs
 from mxjax.remat.policy import rematerialise
 from mxjax.sharding import collectives
 from mxjax.sharding.context_parallel import ContextParallel
@@ -84,6 +86,8 @@ class Objective:
         training, parallel = config.training, config.parallel
         self.config = config
         self.mesh = mesh
+        self.kernels = config.kernels
+        self.layer_policies = layer_policies(config)
         model = config.model
         if training.deterministic and model.attention_implementation == "auto":
             # cuDNN's backward pass adds in no fixed order.
@@ -127,20 +131,23 @@ class Objective:
         group a bool per layer: all its output is finite."""
         return self._shard(self._evaluate, (REPLICATED, REPLICATED))
 
+    @with_kernels
     def greedy(self, params: Params, bias_LE, arrays: dict[str, jax.Array]) -> jax.Array:
         """Most likely next token at each position, [B, S]; to be called inside a `shard_map`."""
         head, inputs = self._head_inputs(params, bias_LE, arrays)
         return head.greedy(*inputs)
 
+    @with_kernels
     def logits(self, params: Params, bias_LE, arrays: dict[str, jax.Array]) -> jax.Array:
         """Logits at each position, [B, S, V], V split over `tp`; as `greedy`."""
         head, inputs = self._head_inputs(params, bias_LE, arrays)
         return head.logits(*inputs)
 
+    @with_kernels
     def _head_inputs(self, params: Params, bias_LE, arrays: dict[str, jax.Array]):
         weights = self._outer_weights(self._weights(params))
         ctx = self.model.context(arrays, key=None)
-        x, _ = self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
+        x, _ = self._hidden(weights, bias_LE, arrays, ctx)
         head = self.model.parts["head"].bind(weights["head"])
         return head, (head.norm(x), weights["embedding"]["weight"], ctx.sequence_parallel)
 
@@ -198,10 +205,11 @@ class Objective:
         objective, (stats, _) = self._forward(weights, bias_LE, arrays, ctx, num_targets, num_parts)
         return objective, stats
 
+    @with_kernels
     def _forward(self, weights, bias_LE, arrays, ctx, num_targets, num_parts):
         """This rank's share of the objective of one microbatch, its statistics, finite flags."""
         weights = self._outer_weights(weights)
-        x, aux = self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap)
+        x, aux = self._hidden(weights, bias_LE, arrays, ctx)
         head, ahead = self._head_losses(weights, bias_LE, x, arrays, ctx, num_targets)
         router, counts_LE, needed = self._router(aux | ahead, ctx.sequence_parallel)
         router_loss = router / num_parts
@@ -259,9 +267,13 @@ class Objective:
         copies = 1 if sequence_parallel else collectives.axis_size("tp")
         return loss / copies, counts_LE, jnp.max(moe_aux.needed_capacity)
 
-    def _wrap(self, layer, infos, in_scan: bool | None = None):
-        """ZeRO-3 gathering and recompute around one layer. `in_scan`: see `rematerialise`; None:
-        as the model's layers."""
+    def _hidden(self, weights, bias_LE, arrays, ctx):
+        changes = [layers.start for layers in runs(self.layer_policies)]
+        return self.model.hidden(weights, bias_LE, arrays["tokens"], ctx, self._wrap, changes)
+
+    def _wrap(self, layer, infos, index: int, in_scan: bool | None = None):
+        """ZeRO-3 gathering and recompute around the layer of this number. `in_scan`: see
+        `rematerialise`; None: as the model's layers."""
         gathers = self.config.parallel.zero_stage == 3
         if gathers:
             plain, zero = layer, self.zero[self.model.layer_groups[-1]]
@@ -271,7 +283,7 @@ class Objective:
 
         return rematerialise(
             layer,
-            self.config.remat,
+            self.layer_policies[index],
             gathers_weights=gathers,
             in_scan=self.config.training.scan_layers if in_scan is None else in_scan,
         )

@@ -76,7 +76,15 @@ class LayerOrder:
     def _map(self, function, state: TrainState, donate: bool) -> TrainState:
         def one(path, leaf):
             stack = self._stacks.get(path)
-            return leaf if stack is None else _jitted(function, stack, donate)(leaf)
+            if stack is None:
+                return leaf
+            kind = stack.here.memory_kind
+            if kind is not None:  # moments may lie on the host
+                leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+            moved = _jitted(function, stack, donate)(leaf)
+            if kind is not None:
+                moved = jax.device_put(moved, moved.sharding.with_memory_kind(kind))
+            return moved
 
         return jax.tree_util.tree_map_with_path(one, state)
 
@@ -103,7 +111,8 @@ def _describe(places: np.ndarray, num_layers: int, leaf: jax.ShapeDtypeStruct) -
     if dim is not None:
         axes = spec[dim] or ()
         spec[dim] = (*((axes,) if isinstance(axes, str) else axes), "pp")
-    return replace(here, there=NamedSharding(mesh, PartitionSpec(*spec)), dim=dim)
+    there = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=leaf.sharding.memory_kind)
+    return replace(here, there=there, dim=dim)
 
 
 @cache  # else every save would compile anew

@@ -107,11 +107,11 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
 
 
 def _spare(objective: PipelinedObjective) -> SpareParameters:
-    parts, kinds = objective.model.parts, objective.stacks.kinds
-    outside = sum(part.num_parameters for name, part in parts.items() if name not in kinds)
+    parts, groups = objective.model.parts, objective.stacks.groups
+    outside = sum(part.num_parameters for name, part in parts.items() if name not in groups)
     return SpareParameters(
         empty_places=sum(
-            round(parts[kind].num_parameters * (1 / parts[kind].filled - 1)) for kind in kinds
+            round(parts[name].num_parameters * (1 / parts[name].filled - 1)) for name in groups
         ),
         embedding_and_head=outside * (objective.stacks.layout.num_ranks - 1),
     )

@@ -14,10 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from mxjax.config.schema import Config
+from mxjax.kernels.implementation import with_kernels
 from mxjax.models.parts import Params, unstack_layers
 from mxjax.models.transformer import LayerAux
 from mxjax.pipeline.configure import (
@@ -29,6 +31,7 @@ from mxjax.pipeline.configure import (
 from mxjax.pipeline.executor import Pipeline
 from mxjax.pipeline.stacks import Stacks, in_order
 from mxjax.pipeline.stagewise import Stagewise
+from mxjax.remat.layers import layer_policies, places_of, runs
 from mxjax.remat.policy import rematerialise
 from mxjax.sharding import collectives
 from mxjax.sharding.mesh import DATA_AXES
@@ -49,11 +52,18 @@ def build_objective(config: Config, mesh: Mesh, capacity_factor: float = float("
 
 
 def layer_stacks(config: Config) -> Stacks:
-    """Where layers lie; their kinds are the model's layer groups."""
-    model, moe = config.model, config.moe
-    dense = model.num_layers if moe.num_experts == 0 else min(moe.first_k_dense, model.num_layers)
-    kinds = {"dense_layers": dense, "moe_layers": model.num_layers - dense}
-    return Stacks(stage_layout(config), {kind: n for kind, n in kinds.items() if n})
+    """Where layers lie. Their kinds are the model's layer groups, or, if not all layers of a group
+    have the same recompute policy, runs of those that have."""
+    policies, places = layer_policies(config), places_of(config)
+    kinds: dict[str, int] = {}
+    group_of: dict[str, str] = {}
+    for group in ("dense_layers", "moe_layers"):
+        of_group = [p for p, place in zip(policies, places, strict=True) if place.group == group]
+        found = runs(of_group)
+        for number, layers in enumerate(found):
+            kind = group if len(found) == 1 else f"{group}.{number}"
+            kinds[kind], group_of[kind] = len(layers), group
+    return Stacks(stage_layout(config), kinds, group_of)
 
 
 class PipelinedObjective(Objective):
@@ -61,13 +71,18 @@ class PipelinedObjective(Objective):
 
     def __init__(self, config: Config, mesh: Mesh, capacity_factor: float = float("inf")):
         self.stacks = layer_stacks(config)
-        places = {kind: self.stacks.places(kind) for kind in self.stacks.kinds}
+        places = {group: self.stacks.places(group) for group in self.stacks.groups}
         super().__init__(
             config,
             mesh,
             capacity_factor,
-            {kind: found for kind, found in places.items() if not in_order(found)},
+            {group: found for group, found in places.items() if not in_order(found)},
         )
+        ends = np.cumsum(list(self.stacks.kinds.values()))
+        self.kind_policies = {
+            kind: self.layer_policies[end - 1]
+            for kind, end in zip(self.stacks.kinds, ends, strict=True)
+        }
 
     def _loss_and_gradients(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
@@ -161,7 +176,7 @@ class PipelinedObjective(Objective):
         """What the executor computes with. Only weights of layers can be gathered while it runs:
         others are needed by some ranks alone, which could not gather them over `pp`."""
         weights = self._weights(params)
-        layers = {kind: weights.pop(kind) for kind in self.stacks.kinds}
+        layers = {group: weights.pop(group) for group in self.stacks.groups}
         if self.config.parallel.zero_stage == 3:
             infos = self.model.infos
             weights = {name: self.zero[name].gather(params[name], infos[name]) for name in weights}
@@ -169,10 +184,11 @@ class PipelinedObjective(Objective):
             weights = {name: self._stack({name: tree})[name] for name, tree in weights.items()}
         return layers, weights
 
-    def _wrap(self, layer, infos, in_scan: bool | None = None):
+    def _wrap(self, layer, infos, index: int, in_scan: bool | None = None):
         """Multi-token prediction: its weights are there already."""
+        policy = self.layer_policies[index]
         in_scan = self.config.training.scan_layers if in_scan is None else in_scan
-        return rematerialise(layer, self.config.remat, gathers_weights=False, in_scan=in_scan)
+        return rematerialise(layer, policy, gathers_weights=False, in_scan=in_scan)
 
 
 class Staged:
@@ -184,12 +200,17 @@ class Staged:
         """`key`: of this data rank; None: no dropout, and evaluation. `num_targets`: as of
         `Objective._count_targets`; None for predictions."""
         self.objective, self.model = objective, objective.model
+        self.kernels = objective.kernels
         self.bias_LE, self.batch = bias_LE, batch
         self.num_microbatches = batch["tokens"].shape[0]
         self.num_targets, self.key = num_targets, key
         self.with_finite = key is None
         num_dense = self.model.model.num_layers - self.model.num_moe_layers
         self.first_layer = {"dense_layers": 0, "moe_layers": num_dense}
+
+    def group(self, kind: str) -> str:
+        """The part of the model that layers of a kind belong to."""
+        return self.objective.stacks.group(kind)
 
     def arrays(self, microbatch: jax.Array) -> dict[str, jax.Array]:
         """The batch's arrays of one microbatch."""
@@ -211,20 +232,23 @@ class Staged:
 
     def side(self, kind: str, ctx: Any, index: jax.Array) -> Any:
         bias_E = None
-        if kind == "moe_layers":
-            row = index - self.first_layer[kind]
+        if self.group(kind) == "moe_layers":
+            row = index - self.first_layer["moe_layers"]
             bias_E = lax.dynamic_index_in_dim(self.bias_LE, row, keepdims=False)
         return ctx, index, bias_E
 
+    @with_kernels
     def layer(self, kind: str, weights: Any, x: jax.Array, side: Any) -> tuple:
-        objective, part = self.objective, self.model.parts[kind]
+        objective, group = self.objective, self.group(kind)
+        part = self.model.parts[group]
 
         def run(weights, x, ctx, index, bias_E):
             if objective.config.parallel.zero_stage == 3:
-                weights = objective.zero[kind].gather(weights, part.layer_infos)
+                weights = objective.zero[group].gather(weights, part.layer_infos)
             return part.bind(weights)(x, ctx, index, bias_E)
 
-        run = rematerialise(run, objective.config.remat, gathers_weights=False, in_scan=True)
+        policy = objective.kind_policies[kind]
+        run = rematerialise(run, policy, gathers_weights=False, in_scan=True)
         x, aux = run(weights, x, *side)
         router_loss, of_layer = self._of_routers({kind: _as_stack(aux)}, side[0])
         if self.with_finite:
@@ -236,10 +260,12 @@ class Staged:
         loss = loss / self.num_microbatches
         return loss, _RouterReport(lax.stop_gradient(loss), counts_LE, needed)
 
+    @with_kernels
     def embed(self, outer: Any, microbatch: jax.Array) -> jax.Array:
         arrays = self.arrays(microbatch)
         return self.model.embed(outer, arrays["tokens"], self.context(microbatch))
 
+    @with_kernels
     def head(self, outer: Any, x: jax.Array, microbatch: jax.Array) -> tuple:
         arrays, ctx = self.arrays(microbatch), self.context(microbatch)
         losses, ahead = self.objective._head_losses(
@@ -270,12 +296,13 @@ class Staged:
         }
 
     def add_layer(self, stats: Any, kind: str, index: jax.Array, objective, of_layer) -> Any:
-        row = index - self.first_layer[kind]
+        group = self.group(kind)
+        row = index - self.first_layer[group]
         if not self.with_finite:
             return _with_routers(stats, row, of_layer)
         (stats, broken), (of_routers, finite) = stats, of_layer
-        counts = broken[kind].at[row].add(1 - finite.astype(jnp.int32))
-        return _with_routers(stats, row, of_routers), broken | {kind: counts}
+        counts = broken[group].at[row].add(1 - finite.astype(jnp.int32))
+        return _with_routers(stats, row, of_routers), broken | {group: counts}
 
     def add_head(self, stats: Any, microbatch: jax.Array, of_head) -> Any:
         losses, of_routers, finite = of_head
@@ -294,10 +321,10 @@ class Staged:
         }
 
     def reduce(self, kind: str, grads: Any) -> Any:
-        objective = self.objective
+        objective, group = self.objective, self.group(kind)
         if objective.config.parallel.zero_stage != 2:
             return grads
-        return objective.zero[kind].scatter_gradients(grads, self.model.parts[kind].layer_infos)
+        return objective.zero[group].scatter_gradients(grads, self.model.parts[group].layer_infos)
 
 
 class _Predicting(Staged):
@@ -310,6 +337,7 @@ class _Predicting(Staged):
         x, objective, _ = super().layer(kind, weights, x, side)
         return x, objective, None
 
+    @with_kernels
     def predict(self, outer: Any, x: jax.Array, microbatch: jax.Array) -> jax.Array:
         """Likely tokens, or logits."""
         ctx = self.context(microbatch)

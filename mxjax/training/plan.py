@@ -1,11 +1,13 @@
 """What a step will need, before it runs: memory, collectives and FLOPs of the compiled step.
 
-Nothing is created or read: the step is compiled for shapes alone. One plan is of one capacity
-bucket, the first, with which a run begins.
+Nothing is created or read: the step is compiled for shapes alone, for the devices at hand or for a
+`Target`, or not compiled at all: then all memory is from shapes, see `memory_plan.py`. One plan is
+of one capacity bucket, the first, with which a run begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -15,17 +17,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from mxjax.config import ConfigError, Problem
 from mxjax.config.schema import Config
+from mxjax.kernels.attention import always_tiled
 from mxjax.moe.buckets import BucketChooser
+from mxjax.remat.sizes import parse_size
 from mxjax.sharding.hlo_collectives import KINDS, Collective, collectives
-from mxjax.training.flops import parameter_counts
+from mxjax.training.flops import model_flops_per_token, parameter_counts
 from mxjax.training.gradients import Objective
-from mxjax.training.metrics import Throughput
+from mxjax.training.memory_plan import Advice, MemoryModel, StagePlan
+from mxjax.training.memory_table import as_lines as memory_lines
 from mxjax.training.pipeline_plan import PipelinePlan, as_lines, pipeline_plan
-from mxjax.training.pipelined import PipelinedObjective
+from mxjax.training.pipelined import PipelinedObjective, build_objective
 from mxjax.training.programs import Programs
+from mxjax.training.save_memory import Choice, save_memory
+from mxjax.training.target import Target
+
+GPUS_OF_A_HOST = 8
+"""A run on so many may be one process, of which executor stagewise is the default."""
 
 PLAN_VERSION = 1
 """Raised when a key of the JSON changes its meaning or goes away."""
@@ -86,6 +97,9 @@ class MemoryPlan:
     """What the process may use; None where the backend does not say (CPU)."""
     headroom: int | None
     """`device` without `total`; negative: does not fit."""
+    host: int
+    """In the host's memory, for this device: offloaded state and activations. A CPU's compiler
+    does not tell it from the device's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,72 +124,151 @@ class Plan:
 
     version: int
     devices: DevicePlan
+    target: str | None
+    """Kind of device that is not here; None: planned for those at hand."""
     capacity_factor: float | None
     """Bucket that the plan is for, in multiples of perfect balance; None: holds any routing, or
     there are no experts."""
-    compile_seconds: float
+    compile_seconds: float | None
+    """None: not compiled. Then there are no collectives, and `memory` is that of the fullest of
+    `stages` without the reserve."""
     parameters: ParameterPlan
     step: WorkPlan
     memory: MemoryPlan
     collectives: tuple[CollectivePlan, ...]
     pipeline: PipelinePlan | None
     """None with one pipeline rank."""
+    stages: tuple[StagePlan, ...]
+    """Memory by pipeline rank and by tensor, from shapes."""
+    advice: tuple[Advice, ...]
+    """What to compute again next on the fullest rank, best first; only with a target."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers."""
         return dataclasses.asdict(self)
 
 
-def make_plan(config: Config, mesh: Mesh) -> Plan:
-    """Compile the training step of the first bucket and describe it."""
-    programs = Programs(config, mesh)
-    executor = "stagewise" if programs.is_stagewise else "one_program"
-    if programs.is_stagewise:  # no program has all of its memory and collectives
-        pipeline = dataclasses.replace(config.pipeline, executor="one_program")
-        programs = Programs(dataclasses.replace(config, pipeline=pipeline), mesh)
+def fitted(config: Config, mesh: Mesh | AbstractMesh, target: Target | None = None) -> Choice:
+    """The configuration with what `remat.mode: save_memory` chooses for it.
+
+    Raises:
+      ConfigError: nothing fits, or there is no budget.
+    """
+    remat = config.remat
+    if remat.mode == "manual":
+        return Choice(config, ())
+    device = target.memory if target else _device_memory(mesh)
+    budget = device if remat.memory_budget is None else parse_size(remat.memory_budget)
+    if budget is None:
+        message = "is needed here: this device does not say how much memory it has"
+        raise ConfigError([Problem("remat.memory_budget", None, message)])
+    manual = dataclasses.replace(remat, mode="manual", memory_budget=None)
+    config = dataclasses.replace(config, remat=manual)
     bucket = BucketChooser(config.moe.capacity_buckets).current
-    started = time.perf_counter()
-    compiled = programs.step(bucket)
-    seconds = time.perf_counter() - started
+    with always_tiled() if target else contextlib.nullcontext():
+        programs = Programs(config, mesh)
+        model = memory_model(programs, bucket, runs_stagewise(config, mesh), device)
+        programs.close()
+        return save_memory(model, budget, lambda c: build_objective(c, mesh, bucket))
+
+
+def make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None = None) -> Plan:
+    """Describe the training step of the first bucket; compile it if the mesh has devices."""
+    with always_tiled() if target else contextlib.nullcontext():
+        return _make_plan(config, mesh, target)
+
+
+def _make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None) -> Plan:
+    stagewise = runs_stagewise(config, mesh)
+    executor = "stagewise" if stagewise else "one_program"
+    # Of `stagewise`, no program has all of its memory and collectives.
+    pipeline = dataclasses.replace(config.pipeline, executor="one_program")
+    programs = Programs(dataclasses.replace(config, pipeline=pipeline), mesh)
+    bucket = BucketChooser(config.moe.capacity_buckets).current
+    compiled, seconds = None, None
+    if isinstance(mesh, Mesh):
+        started = time.perf_counter()
+        compiled = programs.step(bucket)
+        seconds = time.perf_counter() - started
     programs.close()
     counts, objective = parameter_counts(config.model, config.moe), programs.objective
+    device = target.memory if target else _device_memory(mesh)
+    model = memory_model(programs, bucket, stagewise, device)
+    stages = model.stages()
     # Counted, not computed from the configuration: there may be modules of one's own.
     total = sum(part.num_parameters for part in objective.model.parts.values())
     staged = isinstance(objective, PipelinedObjective)
-    work = Throughput.of(config.model, config.moe, config.training, list(mesh.devices.flat))
+    training = config.training
+    kind = target.device_kind if target else mesh.devices.flat[0].device_kind
+    tokens = training.global_batch_size * training.seq_length
+    flops = model_flops_per_token(config.model, config.moe, training.seq_length)
     return Plan(
         version=PLAN_VERSION,
-        devices=DevicePlan(
-            kind=mesh.devices.flat[0].device_kind, count=mesh.size, axes=dict(mesh.shape)
-        ),
+        devices=DevicePlan(kind=kind, count=mesh.size, axes=dict(mesh.shape)),
+        target=target.name if target else None,
         capacity_factor=bucket if config.moe.num_experts and math.isfinite(bucket) else None,
         compile_seconds=seconds,
         parameters=ParameterPlan(total=total, active=total - counts.total + counts.active),
-        step=WorkPlan(
-            tokens=work.tokens_per_step, model_flops=work.tokens_per_step * work.flops_per_token
-        ),
-        memory=_memory(programs, compiled),
-        collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)),
+        step=WorkPlan(tokens=tokens, model_flops=tokens * flops),
+        memory=_memory(programs, compiled, max(stages, key=lambda stage: stage.total)),
+        collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)) if compiled else (),
         pipeline=pipeline_plan(config, objective, executor) if staged else None,
+        stages=stages,
+        advice=tuple(model.advice(target.ceilings)) if target else (),
     )
 
 
-def _memory(programs: Programs, compiled: Any) -> MemoryPlan:
+def runs_stagewise(config: Config, mesh: Mesh | AbstractMesh) -> bool:
+    """As `Programs.is_stagewise`; on a mesh of shapes `auto` is taken for one process per host."""
+    if isinstance(mesh, Mesh):
+        executor = Programs.runs_stagewise(config, mesh)
+    else:
+        chosen = config.pipeline.executor
+        executor = chosen == "stagewise" or (chosen == "auto" and mesh.size <= GPUS_OF_A_HOST)
+    return executor and config.parallel.pp > 1
+
+
+def memory_model(
+    programs: Programs, bucket: float, stagewise: bool, device: int | None
+) -> MemoryModel:
+    """Memory from shapes, for this capacity bucket."""
     state = programs.abstract_state
-    sizes = compiled.memory_analysis()
-    total = (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
-        + sizes.temp_size_in_bytes
+    optimizer, host = _bytes(state.opt_state), _bytes(state.opt_state, on_host=True)
+    return MemoryModel(
+        build_objective(programs.config, programs.mesh, bucket),
+        parameters=_bytes(state.params),
+        optimizer=optimizer,
+        optimizer_on_host=host,
+        weights_for_compute=weights_for_compute(programs.objective, state.params),
+        gradients=gradient_bytes(programs),
+        stagewise=stagewise,
+        device=device,
     )
+
+
+def _device_memory(mesh: Mesh | AbstractMesh) -> int | None:
+    return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _memory(programs: Programs, compiled: Any, fullest: StagePlan) -> MemoryPlan:
+    """By the compiler, or, where nothing was compiled, by the fullest rank's shapes."""
+    state = programs.abstract_state
+    total, host = fullest.total - fullest.reserve, fullest.host
+    if compiled is not None:
+        sizes = compiled.memory_analysis()
+        total, host = (
+            getattr(sizes, f"{where}argument_size_in_bytes")
+            + getattr(sizes, f"{where}output_size_in_bytes")
+            - getattr(sizes, f"{where}alias_size_in_bytes")
+            + getattr(sizes, f"{where}temp_size_in_bytes")
+            for where in ("", "host_")
+        )
     parameters, optimizer = _bytes(state.params), _bytes(state.opt_state)
     other, batch = _bytes(state) - parameters - optimizer, _bytes(programs.abstract_batch())
     weights = weights_for_compute(programs.objective, state.params)
     gradients = gradient_bytes(programs)
     known = parameters + optimizer + other + batch + weights + gradients
-    stats = programs.mesh.devices.flat[0].memory_stats() or {}
-    device = stats.get("bytes_limit")
+    device = fullest.device
     return MemoryPlan(
         parameters=parameters,
         optimizer=optimizer,
@@ -187,6 +280,7 @@ def _memory(programs: Programs, compiled: Any) -> MemoryPlan:
         total=total,
         device=device,
         headroom=None if device is None else device - total,
+        host=host,
     )
 
 
@@ -223,7 +317,7 @@ def gradient_bytes(programs: Programs) -> int:
 
         def sharding(name: str):
             # Pipeline stages sum up those of embedding and head whole.
-            whole = stage < 2 or (pipelined and name not in objective.stacks.kinds)
+            whole = stage < 2 or (pipelined and name not in objective.stacks.groups)
             return objective.zero[name].compute if whole else objective.zero[name].stored
 
         return sum(
@@ -244,11 +338,12 @@ def gradient_bytes(programs: Programs) -> int:
     )
 
 
-def _bytes(tree: Any) -> int:
-    """Of the part of these abstract arrays that lies on one device."""
+def _bytes(tree: Any, on_host: bool = False) -> int:
+    """Of the part of these abstract arrays that lies on one device, or on the host for it."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if (leaf.sharding.memory_kind == "pinned_host") == on_host
     )
 
 
@@ -297,7 +392,10 @@ def as_table(plan: Plan) -> str:
         ("devices", f"{devices.count} x {devices.kind}: {axes}"),
         ("parameters", f"{_si(plan.parameters.total)}, {_si(plan.parameters.active)} per token"),
         ("one step", f"{plan.step.tokens:,} tokens, {_si(plan.step.model_flops)}FLOP"),
-        ("compiled in", f"{plan.compile_seconds:.1f} s"),
+        (
+            "compiled in",
+            "not compiled" if plan.compile_seconds is None else f"{plan.compile_seconds:.1f} s",
+        ),
     ]
     if plan.parameters.active < plan.parameters.total:
         rows.append(("capacity bucket", f"{bucket} (the first)"))
@@ -309,8 +407,19 @@ def as_table(plan: Plan) -> str:
         lines.append(f"  {field.name.replace('_', ' '):<28} {shown:>12}")
     if memory.headroom is not None and memory.headroom < 0:
         lines.append("  does not fit")
+    lines += ["", *memory_lines(plan.stages, plan.advice)]
+    if plan.collectives:
+        lines += _collective_lines(plan)
+    if plan.pipeline is not None:
+        lines += ["", *as_lines(plan.pipeline)]
+    if devices.kind == "cpu":
+        lines += ["", CPU_NOTE]
+    return "\n".join(lines)
+
+
+def _collective_lines(plan: Plan) -> list[str]:
     columns = ("count", "payload", "sent")
-    lines += ["", "collectives of one step, on one device"]
+    lines = ["", "collectives of one step, on one device"]
     lines.append(f"  {'axes':<16} {'kind':<18}" + "".join(f" {name:>12}" for name in columns))
     for c in plan.collectives:
         count = f"{c.count:,}"
@@ -320,11 +429,7 @@ def as_table(plan: Plan) -> str:
             f"  {'+'.join(c.axes):<16} {c.kind:<18} {count:>12} {_binary(c.bytes):>12}"
             f" {_binary(c.sent_bytes):>12}"
         )
-    if plan.pipeline is not None:
-        lines += ["", *as_lines(plan.pipeline)]
-    if devices.kind == "cpu":
-        lines += ["", CPU_NOTE]
-    return "\n".join(lines)
+    return lines
 
 
 def _binary(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -93,7 +94,9 @@ class Programs:
     def _submit(self, kind: str, capacity_factor: float, compile_: Callable) -> Future:
         key = (kind, capacity_factor)
         if key not in self._compiled:
-            self._compiled[key] = self._compiler.submit(compile_, capacity_factor)
+            # The compiler's thread sees what the caller's context says of how to trace.
+            run = contextvars.copy_context().run
+            self._compiled[key] = self._compiler.submit(run, compile_, capacity_factor)
         return self._compiled[key]
 
     def _objective(self, capacity_factor: float) -> Objective:
@@ -102,11 +105,16 @@ class Programs:
     @property
     def is_stagewise(self) -> bool:
         """Whether a step is many programs, see `PipelineConfig.executor`."""
-        executor = self.config.pipeline.executor
-        if self.config.parallel.pp == 1 or executor == "one_program":
+        return self.runs_stagewise(self.config, self.mesh)
+
+    @staticmethod
+    def runs_stagewise(config: Config, mesh: Mesh) -> bool:
+        """The same for any configuration and mesh."""
+        executor = config.pipeline.executor
+        if config.parallel.pp == 1 or executor == "one_program":
             return False
         alone = jax.process_count() == 1
-        on_gpus = self.mesh.devices.flat[0].platform == "gpu"
+        on_gpus = mesh.devices.flat[0].platform == "gpu"
         return executor == "stagewise" or (alone and on_gpus)
 
     def _stagewise_step(self, capacity_factor: float) -> Callable:

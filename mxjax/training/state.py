@@ -65,7 +65,10 @@ def state_shardings(objective: Objective, abstract: TrainState) -> TrainState:
         # parameter's. Adafactor's factors have smaller shapes than the parameter, and are small.
         ends = (path[start:] for start in range(len(path)))
         shape, sharding = next((known[end] for end in ends if end in known), (None, replicated))
-        return sharding if leaf.shape == shape else replicated
+        if leaf.shape != shape:
+            return replicated
+        offload = objective.config.optimizer.offload
+        return sharding.with_memory_kind("pinned_host") if offload else sharding
 
     opt_state = jax.tree_util.tree_map_with_path(like_parameter, abstract.opt_state)
     expert_bias = None if abstract.expert_bias is None else replicated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,9 @@ def build_update(
     def update(state: TrainState, grads: Params, stats: BatchStatistics):
         grad_norm = global_norm(grads)
         lr = jnp.asarray(rate(state.step), jnp.float32)
+        if config.optimizer.offload:  # the program's output shardings send it back
+            fetched = jax.device_put(state.opt_state, jax.memory.Space.Device)
+            state = replace(state, opt_state=fetched)
         updated = _update(config, optimizer, state, grads, grad_norm, lr, stats.counts_LE)
 
         finite = jnp.isfinite(stats.loss) & jnp.isfinite(grad_norm)

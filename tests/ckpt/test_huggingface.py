@@ -105,10 +105,10 @@ def test_multi_token_prediction_is_that_of_transformers(runs):
         batch = {"positions": positions, "segment_ids": jnp.ones_like(tokens)}
         ctx = model.context(batch, None)
         head = model.parts["head"].bind(params["head"])
-        x, _ = model.hidden(params, bias, tokens, ctx, lambda layer, _: layer)
+        x, _ = model.hidden(params, bias, tokens, ctx, lambda layer, *_: layer)
         x = head.norm(x)
         ahead = jnp.roll(tokens, -1, axis=1)
-        (y,), _ = model.ahead(params, bias, x, [ahead], ctx, lambda layer, _: layer)
+        (y,), _ = model.ahead(params, bias, x, [ahead], ctx, lambda layer, *_: layer)
         return tuple(head.logits(z, params["embedding"]["weight"], False) for z in (x, y))
 
     mesh, spec = build_mesh(ParallelConfig(dp=1), jax.devices()[:1]), PartitionSpec()

@@ -1,4 +1,4 @@
-"""Norms, activations, rotary embedding, dropout and lookup against plain formulas."""
+"""Rotary embedding, dropout and lookup against plain formulas; see test_fused_ops.py too."""
 
 import jax
 import jax.numpy as jnp
@@ -7,38 +7,10 @@ import pytest
 
 from mxjax.config import RopeScalingConfig
 from mxjax.kernels import embedding
-from mxjax.kernels.activation import gelu, swiglu
 from mxjax.kernels.dropout import dropout
-from mxjax.kernels.norm import layer_norm, rms_norm
 from mxjax.kernels.rope import apply_rope, rope_frequencies, rope_table
 
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((3, 5, 16)).astype(np.float32)
-SCALE, BIAS = (RNG.standard_normal(16).astype(np.float32) for _ in range(2))
-
-
-def test_norms_equal_float64_formulas():
-    x = X.astype(np.float64)
-    rms = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * SCALE
-    np.testing.assert_allclose(rms_norm(X, SCALE, 1e-5), rms, rtol=2e-6, atol=1e-6)
-    centred = x - x.mean(-1, keepdims=True)
-    layer = centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * SCALE + BIAS
-    np.testing.assert_allclose(layer_norm(X, SCALE, BIAS, 1e-5), layer, rtol=2e-6, atol=1e-6)
-
-
-def test_norms_compute_in_fp32_and_return_the_input_precision():
-    low = jnp.asarray(100 + X, jnp.bfloat16)
-    got = layer_norm(low, jnp.ones(16), jnp.zeros(16), 1e-5)
-    want = layer_norm(low.astype(jnp.float32), jnp.ones(16), jnp.zeros(16), 1e-5)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
-
-
-def test_activations_equal_float64_formulas():
-    gate, up = X.astype(np.float64), X[::-1].astype(np.float64)
-    np.testing.assert_allclose(swiglu(X, X[::-1]), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
-    tanh = np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))
-    np.testing.assert_allclose(gelu(X), 0.5 * gate * (1 + tanh), rtol=1e-4, atol=1e-6)
 
 
 def test_rope_is_a_rotation_of_complex_pairs():

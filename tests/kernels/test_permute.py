@@ -1,13 +1,16 @@
 """Permute and unpermute against products with a dense 0/1 matrix."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.kernels.permute import permute, plan_permute, unpermute
+from mxjax.kernels.implementation import interpreted
+from mxjax.kernels.permute import permute, plan_permute, plan_row_groups, unpermute
 
-T, K, G, H = 23, 3, 5, 7
+T, K, G, H = 11, 3, 5, 128
 
 
 def groups(seed, empty_group=None):
@@ -20,47 +23,93 @@ def groups(seed, empty_group=None):
     return chosen
 
 
-def dense_places(group_TK, capacity):
-    """one[g, c, t, k] = 1 where choice k of row t sits at place c of group g, in row order."""
-    one = np.zeros((G, capacity, T, K), np.float32)
+def dense_places(group_TK, starts):
+    """one[p, t, k] = 1 where choice k of row t sits at place p, in row order; and choices of each
+    group."""
+    one = np.zeros((starts[-1], T, K), np.float32)
     filled = np.zeros(G, int)
-    for t in range(T):
-        for k in range(K):
-            g = group_TK[t, k]
-            if g >= 0:
-                if filled[g] < capacity:
-                    one[g, filled[g], t, k] = 1
-                filled[g] += 1
+    for t, k in np.argwhere(group_TK >= 0):
+        g = group_TK[t, k]
+        place = starts[g] + filled[g]
+        if place < starts[g + 1]:
+            one[place, t, k] = 1
+        filled[g] += 1
     return one, filled
 
 
+def equal_places(group_TK, capacity):
+    """A plan with so many places for each group, and the first place of each."""
+    return plan_permute(jnp.asarray(group_TK), G, capacity), np.arange(G + 1) * capacity
+
+
+def tiled_places(group_TK, num_rows):
+    """A plan with tiles of 8 places, and the first place of each group."""
+    counts = np.bincount(group_TK[group_TK >= 0], minlength=G)
+    starts = np.minimum(np.append(0, np.cumsum(-(-counts // 8) * 8)), num_rows)
+    plan, row_groups = plan_row_groups(jnp.asarray(group_TK), G, num_rows, 8)
+    np.testing.assert_array_equal(row_groups.first_G1 * 8, starts)
+    tiles = [g for g in range(G) for _ in range(starts[g], starts[g + 1], 8)]
+    np.testing.assert_array_equal(row_groups.group_N[: len(tiles)], tiles)
+    return plan, starts
+
+
 @pytest.mark.parametrize(
-    ("seed", "capacity", "empty_group"), [(0, 16, None), (1, 23, 2), (2, 4, None)]
+    ("places", "size", "empty_group", "implementation"),
+    [
+        (equal_places, 11, 2, "xla"),
+        (equal_places, 3, None, "xla"),
+        (equal_places, 3, None, "mosaic"),
+        (tiled_places, 24, None, "xla"),
+        (tiled_places, 64, 2, "xla"),
+        (tiled_places, 64, 2, "mosaic"),
+    ],
 )
-def test_both_directions_equal_the_dense_reference(seed, capacity, empty_group):
-    """Values and gradients; capacity 4 overflows and leaves the later rows out."""
-    group_TK = groups(seed, empty_group)
-    one, filled = dense_places(group_TK, capacity)
-    rng = np.random.default_rng(seed)
+def test_both_directions_equal_the_dense_reference(places, size, empty_group, implementation):
+    """Values and gradients, in places of equal groups and of groups in tiles; some overflow and
+    leave the later rows out. What is behind the last group matters to nobody."""
+    group_TK = groups(size, empty_group)
+    plan, starts = places(group_TK, size)
+    one, filled = dense_places(group_TK, starts)
+    rng = np.random.default_rng(size)
     x, g_out = (jnp.asarray(rng.standard_normal((T, H)), jnp.float32) for _ in range(2))
     weights = jnp.asarray(rng.random((T, K)), jnp.float32)
-    plan = plan_permute(jnp.asarray(group_TK), G, capacity)
     np.testing.assert_array_equal(plan.counts_G, filled)
 
     def run(x, weights):
-        rows = permute(x, plan)
-        return unpermute(jnp.sin(rows), weights, plan)
+        rows = permute(x, plan, implementation=implementation)
+        out = unpermute(jnp.sin(rows), weights, plan, implementation=implementation)
+        return out, rows.reshape(-1, H)
 
     def reference(x, weights):
-        rows = jnp.einsum("gctk,th->gch", one, x)
-        return jnp.einsum("gctk,tk,gch->th", one, weights, jnp.sin(rows))
+        rows = jnp.einsum("ptk,th->ph", one, x)
+        return jnp.einsum("ptk,tk,ph->th", one, weights, jnp.sin(rows)), rows
 
-    np.testing.assert_allclose(permute(x, plan), jnp.einsum("gctk,th->gch", one, x), rtol=1e-6)
-    got, pullback = jax.vjp(run, x, weights)
-    want, reference_pullback = jax.vjp(reference, x, weights)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    for a, b in zip(pullback(g_out), reference_pullback(g_out), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    def with_gradients(run, x, weights):
+        out, pullback, rows = jax.vjp(run, x, weights, has_aux=True)
+        return rows[: starts[-1]], out, pullback(g_out)
+
+    with interpreted():
+        got = jax.jit(partial(with_gradients, run))(x, weights)
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves(with_gradients(reference, x, weights)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_places_that_nobody_fills_get_zero_gradients(implementation):
+    """Matrix products over whole tiles add them up."""
+    plan, groups = plan_row_groups(jnp.array([[0], [2], [0]]), 3, 32, 8)
+    with interpreted():
+        grad = jax.jit(
+            jax.grad(
+                lambda y: jnp.sum(
+                    unpermute(y, jnp.ones((3, 1)), plan, implementation=implementation)
+                )
+            )
+        )(jnp.full((32, 128), jnp.nan))
+    used = int(groups.first_G1[-1]) * 8
+    np.testing.assert_array_equal(grad[:used, 0], [1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])
 
 
 def test_gradients_have_no_scatter_of_rows():

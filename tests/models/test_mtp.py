@@ -22,10 +22,10 @@ def outputs(small_config, mesh_of, packed_batch, random_weights):
     def run(model, params, bias, batch):
         def local(params, bias, batch):
             ctx = model.context(batch, None)
-            x, _ = model.hidden(params, bias, batch["tokens"], ctx, lambda layer, _: layer)
+            x, _ = model.hidden(params, bias, batch["tokens"], ctx, lambda layer, *_: layer)
             normed = model.parts["head"].bind(params["head"]).norm(x)
             tokens = [batch[f"mtp_tokens_{k + 1}"] for k in range(model.model.mtp_num_layers)]
-            ahead, _ = model.ahead(params, bias, normed, tokens, ctx, lambda layer, _: layer)
+            ahead, _ = model.ahead(params, bias, normed, tokens, ctx, lambda layer, *_: layer)
             return normed, ahead
 
         spec = PartitionSpec()

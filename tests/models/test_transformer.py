@@ -142,7 +142,7 @@ def test_every_layer_draws_its_own_dropout(small_config, mesh_of, packed_batch):
         layers = params["dense_layers"]
         params["dense_layers"] = jax.tree.map(lambda p: jnp.stack([p[first]] * 2), layers)
 
-        def feed_all_alike(layer, infos):
+        def feed_all_alike(layer, infos, index):
             return lambda params, x, *rest: (x, layer(params, same_input, *rest)[0] - same_input)
 
         def local(params, batch):

@@ -85,21 +85,24 @@ def run(moe, parallel, capacity_factor=math.inf, bias=0.0):
     return np.asarray(out).reshape(-1, H), float(needed), (d_params, d_x)
 
 
+LAYOUTS = [
+    {},
+    {"ep": 2},
+    {"ep": 4, "dp": 2},
+    {"ep": 2, "tp": 2},
+    {"ep": 2, "tp": 2, "expert_tensor_parallel": False},
+]
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        {"ep": 2},
-        {"ep": 4, "dp": 2},
-        {"ep": 2, "tp": 2},
-        {"ep": 2, "tp": 2, "expert_tensor_parallel": False},
-    ],
+    ("expert_gemm", "layout"),
+    [*(("batched", layout) for layout in LAYOUTS), ("grouped", LAYOUTS[3])],
     ids=str,
 )
-def test_output_and_gradients_equal_the_dense_reference(dispatcher, layout):
+def test_output_and_gradients_equal_the_dense_reference(dispatcher, layout, expert_gemm):
     parallel = ParallelConfig(**{"dp": 1, **layout})
-    moe = dataclasses.replace(MOE, dispatcher=dispatcher)
+    moe = dataclasses.replace(MOE, dispatcher=dispatcher, expert_gemm=expert_gemm)
     out, _, grads = run(moe, parallel)
     np.testing.assert_allclose(out, reference(parameters(), X, 0.0), rtol=2e-5, atol=2e-6)
     want = jax.grad(lambda p, x: jnp.sum(reference(p, x, 0.0) ** 2), argnums=(0, 1))(
@@ -140,6 +143,17 @@ def test_a_small_bucket_reports_exactly_what_it_would_have_needed():
     for bucket in (1.0, 2.0):
         _, needed, _ = run(MOE, ParallelConfig(dp=1, ep=2), bucket, bias)
         assert needed == pytest.approx(E / K)
+
+
+def test_experts_that_share_a_buffer_need_no_more_than_their_rank_gets():
+    """All tokens on three of the eight experts, which are on the first of two ranks."""
+    bias = np.where(np.arange(E) < K, 100.0, 0.0)
+    moe = dataclasses.replace(MOE, expert_gemm="grouped", dispatcher="allgather")
+    out, needed, _ = run(moe, ParallelConfig(dp=1, ep=2), 2.0, bias)
+    assert needed == pytest.approx(2.0)
+    np.testing.assert_allclose(out, reference(parameters(), X, bias), rtol=2e-5, atol=2e-6)
+    _, needed, _ = run(moe, ParallelConfig(dp=1, ep=2), 1.25, bias)
+    assert needed == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

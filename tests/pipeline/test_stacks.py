@@ -68,3 +68,17 @@ def test_in_order_wants_all_of_them():
     assert in_order(np.arange(4))
     assert not in_order(np.array([0, 1, -1]))
     assert not in_order(np.array([1, 0]))
+
+
+def test_kinds_of_one_group_share_its_places():
+    """Layers that only differ in their recompute policy have weights in one stack: a second kind
+    takes no places of its own."""
+    layout = make_layout(6, 2, layout="Ettt|tttL")
+    kinds = {"dense": 1, "experts.0": 3, "experts.1": 2}
+    found = Stacks(layout, kinds, {"experts.0": "experts", "experts.1": "experts"})
+    assert found.groups == {"dense": ["dense"], "experts": ["experts.0", "experts.1"]}
+    assert found.bases == {"dense": [0, 1], "experts": [0, 3]}
+    assert found.places("experts").tolist() == [0, 1, -1, 2, 3, 4]
+    assert found.stage_layers == ((1, 2, 0), (0, 1, 2))
+    assert [found.before("experts.1", counts) for counts in found.stage_layers] == [2, 1]
+    assert found.group("experts") == "experts"

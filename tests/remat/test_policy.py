@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from mxjax.config.schema import RematConfig, RematRule
 from mxjax.training.gradients import Objective
 
 ZERO_3 = {"dp": 2, "zero_stage": 3}
@@ -33,26 +34,49 @@ def count(program):
     return collections.Counter(kinds)
 
 
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+POLICIES = {
+    "dots": RematConfig(policy="dots"),
+    "tiers and modules": RematConfig(
+        policy="attention",
+        rules=(
+            RematRule(layers="0", policy="norm", recompute=("activation", "mla_up_proj")),
+            RematRule(layers="1", tier="light", offload=("layer_input", "expert_up")),
+            RematRule(layers="2", tier="medium"),
+        ),
+    ),
+    "full": RematConfig(
+        policy="full", rules=(RematRule(group="moe_layers", tier="full", policy="attention"),)
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("shape", "parallel", "policy"),
-    [("mixtral", {}, "dots"), ("mixtral", {}, "full"), ("llama", ZERO_3, "dots")],
+    ("shape", "model", "parallel", "scan_layers", "policy"),
+    [
+        ("llama", {}, ZERO_3, True, "dots"),
+        ("deepseek_v3", {"num_layers": 3, **DROPOUT}, {}, True, "tiers and modules"),
+        ("deepseek_v3", {"num_layers": 3, **DROPOUT}, {}, False, "full"),
+    ],
     ids=str,
 )
-def test_gradients_do_not_depend_on_the_policy(
-    small_config, loss_and_gradients, shape, parallel, policy
+def test_loss_and_gradients_do_not_depend_on_the_policy(
+    small_config, loss_and_gradients, shape, model, parallel, scan_layers, policy
 ):
-    keep, recompute = (
-        loss_and_gradients(small_config(shape, parallel=parallel, remat=name))
-        for name in ("none", policy)
-    )
+    def run(remat, scan):
+        training = {"scan_layers": scan}
+        config = small_config(shape, model=model, parallel=parallel, training=training, remat=remat)
+        return loss_and_gradients(config)
+
+    keep, recompute = run(RematConfig(), True), run(POLICIES[policy], scan_layers)
     for got, expected in zip(jax.tree.leaves(recompute), jax.tree.leaves(keep), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_products_that_are_computed_again(compiled, scan_layers):
-    """Of the 7 products of a layer, `dots` repeats the two of attention, whose results grow with
-    the square of the sequence, and `full` all but the last, whose result nobody needs."""
+    """Of the 7 products of a layer, `dots` repeats that of queries and keys, whose result grows
+    with the square of the sequence, and `full` all but the last, whose result nobody needs."""
     programs = {name: compiled(name, scan_layers, {}) for name in ("none", "dots", "full")}
     copies = 1 if scan_layers else 2
     # Forward and two backward for each product of layers and head; the embedding's gradient.
@@ -60,7 +84,7 @@ def test_products_that_are_computed_again(compiled, scan_layers):
     products = {name: count(program)["dot"] for name, program in programs.items()}
     assert products == {
         "none": expected,
-        "dots": expected + copies * 2,
+        "dots": expected + copies,
         "full": expected + copies * 6,
     }
     memory = {name: p.memory_analysis().temp_size_in_bytes for name, p in programs.items()}

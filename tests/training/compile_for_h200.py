@@ -18,7 +18,7 @@ from mxjax.sharding.mesh import AXES, build_mesh
 from mxjax.training.gradients import BATCH_SPEC, REPLICATED
 from mxjax.training.pipelined import build_objective
 
-TARGET = Path(__file__).parents[1] / "fixtures" / "h200_aot_target.textproto"
+TARGET = Path(__file__).parents[2] / "mxjax" / "training" / "targets" / "h200.textproto"
 
 
 def main(config_path: str, program_path: str) -> None:

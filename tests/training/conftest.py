@@ -157,17 +157,6 @@ def bits_of():
 
 
 @pytest.fixture(scope="session")
-def cuda_compiler(request):
-    """Folder with the compiler for NVIDIA GPUs: 142 MB, fetched once into pytest's cache."""
-    folder = request.config.cache.mkdir(f"cuda_compiler_{jax.__version__}")
-    packages = [f"jax-cuda13-{name}=={jax.__version__}" for name in ("pjrt", "plugin")]
-    if not any(folder.glob("jax_cuda13_plugin*.dist-info")):
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, "--target", folder, *packages], check=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def compiled_for_h200(cuda_compiler, tmp_path_factory):
     """Config -> text of its loss and gradients, compiled for H200 GPUs."""
 

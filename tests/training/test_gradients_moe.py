@@ -68,6 +68,13 @@ def test_deepseek(small_config, assert_parity, dispatcher, parallel, training):
     assert_parity(small_config("deepseek", moe=moe, parallel=parallel, training=training))
 
 
+def test_grouped_experts(small_config, assert_parity):
+    """Against batched ones on the one device."""
+    parallel = {"dp": 2, "ep": 2, "tp": 2, "zero_stage": 3}
+    moe = {"expert_gemm": "grouped"}
+    assert_parity(small_config("deepseek", moe=moe, parallel=parallel, training=TWO))
+
+
 def test_evaluation_reports_the_loss_that_training_does(
     small_config, mesh_of, packed_batch, random_weights, loss_and_gradients
 ):

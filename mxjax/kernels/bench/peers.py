@@ -1,0 +1,173 @@
+"""The same ops by others: torch.compile of the plain formula, Liger-Kernel, torch._grouped_mm.
+
+All are optional: what cannot be imported is left out. Nothing of JAX is needed here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mxjax.kernels.bench import grouped_peers
+
+if TYPE_CHECKING:
+    from mxjax.kernels.bench.timing import Effort
+
+EPSILON, RATE = 1e-5, 0.1
+
+
+def times(
+    name: str, sizes: tuple[int, ...], with_backward: bool, effort: Effort
+) -> Iterator[tuple[str, float]]:
+    """(peer, seconds of one call) of every peer that has the case and can be imported."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if name in grouped_peers.NAMES:
+        peer = grouped_peers.grouped_mm(name, *sizes)
+        if peer is not None:
+            yield "torch._grouped_mm", _seconds(*peer, with_backward, effort)
+        return
+    torch._dynamo.reset()
+    formula, shapes = _formulas()[name], _shapes(name, sizes)
+    candidates: dict[str, Callable[..., Any]] = {"torch.compile": torch.compile(formula)}
+    if importlib.util.find_spec("liger_kernel") is not None:
+        liger = _liger().get(name)
+        if liger is not None:
+            candidates["Liger"] = liger
+    for peer, function in candidates.items():
+        yield peer, _seconds(function, shapes, with_backward, effort)
+
+
+def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of the arguments of `_formulas` and `_liger`."""
+    if name == "RoPE":
+        T, N, D = sizes
+        return [(1, N, T, D)]
+    T, H = sizes
+    return {
+        "SwiGLU": [(T, H), (T, H)],
+        "bias-SwiGLU": [(T, H), (T, H), (H,), (H,)],
+        "bias-GELU": [(T, H), (H,)],
+        "RMSNorm": [(T, H), (H,)],
+        "LayerNorm": [(T, H), (H,), (H,)],
+        "add + RMSNorm": [(T, H), (T, H), (H,)],
+        "add + LayerNorm": [(T, H), (T, H), (H,), (H,)],
+        "bias + dropout + add": [(T, H), (T, H), (H,)],
+    }[name]
+
+
+def _angles(x):
+    import torch
+
+    T, D = x.shape[-2:]
+    frequencies = 10000.0 ** (-torch.arange(0, D, 2, device=x.device) / D)
+    angles = torch.arange(T, device=x.device)[:, None] * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _formulas() -> dict[str, Callable[..., Any]]:
+    """Plain formulas, as a user of torch writes them."""
+    from torch.nn import functional as F
+
+    def rms(x, scale):
+        return F.rms_norm(x, scale.shape, scale, EPSILON)
+
+    def layer(x, scale, bias):
+        return F.layer_norm(x, scale.shape, scale, bias, EPSILON)
+
+    def added(norm):
+        def both(x, residual, *weights):
+            total = x + residual
+            return total, norm(total, *weights)
+
+        return both
+
+    def rope(x):
+        import torch
+
+        cos, sin = _angles(x)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+    return {
+        "SwiGLU": lambda gate, up: F.silu(gate) * up,
+        "bias-SwiGLU": lambda gate, up, a, b: F.silu(gate + a) * (up + b),
+        "bias-GELU": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+        "RMSNorm": rms,
+        "LayerNorm": layer,
+        "add + RMSNorm": added(rms),
+        "add + LayerNorm": added(layer),
+        "bias + dropout + add": lambda x, residual, bias: residual + F.dropout(x + bias, RATE),
+        "RoPE": rope,
+    }
+
+
+def _liger() -> dict[str, Callable[..., Any]]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def rope(x):
+        cos, sin = _angles(x)
+        # It turns queries and keys together: half of the heads each.
+        N = x.shape[1] // 2
+        return LigerRopeFunction.apply(x[:, :N], x[:, N:], cos[None], sin[None])
+
+    return {
+        "SwiGLU": LigerSiLUMulFunction.apply,
+        "RMSNorm": lambda x, scale: LigerRMSNormFunction.apply(x, scale, EPSILON),
+        "LayerNorm": lambda x, s, b: LigerLayerNormFunction.apply(x, s, b, EPSILON),
+        "add + RMSNorm": lambda x, r, s: LigerFusedAddRMSNormFunction.apply(x, r, s, EPSILON)[::-1],
+        "RoPE": rope,
+    }
+
+
+def _seconds(function, shapes, with_backward: bool, effort: Effort) -> float:
+    """As `timing.seconds_per_call`: the difference of n and 2n calls, several sets of arguments."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tensors():
+        return [
+            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=with_backward)
+            for shape in shapes
+        ]
+
+    size = 2 * sum(math.prod(shape) for shape in shapes)
+    number = max(1, -(-effort.cache_bytes // size)) + (effort.cache_bytes > 0)
+    sets = [tensors() for _ in range(number)]
+    d_outs: list = []
+
+    def call(arguments):
+        outs = function(*arguments)
+        if not with_backward:
+            return
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        if not d_outs:
+            d_outs.extend(torch.randn_like(out) for out in outs)
+        torch.autograd.grad(outs, arguments, d_outs)
+
+    def run(calls: int) -> float:
+        start = time.perf_counter()
+        for i in range(calls):
+            call(sets[i % number])
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    run(2)
+    medians = [
+        statistics.median(run(calls) for _ in range(effort.repeats))
+        for calls in (effort.calls, 2 * effort.calls)
+    ]
+    return (medians[1] - medians[0]) / effort.calls

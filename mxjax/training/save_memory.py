@@ -1,0 +1,220 @@
+"""`remat.mode: save_memory`: the cheapest recompute with which a step fits a budget, by the plan.
+
+Tensors are put in one order, the most bytes for the least time first (`MemoryModel.seconds_of`),
+and each pipeline rank computes as many of them again as it must: the fewest are found by bisection,
+for all ranks at once. Executor one_program has the same buffers on all ranks, so there all ranks
+take the same. What `remat` sets is a floor: it is never undone, tensors of `save` stay, and layers
+with a rule of their own are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mxjax.config import Config, ConfigError, Problem
+from mxjax.config.schema import RematConfig, RematRule
+from mxjax.pipeline.configure import stage_layout
+from mxjax.remat.cost import H200, Ceilings
+from mxjax.remat.layers import expanded, places_of
+from mxjax.remat.names import Group, groups_of, names_of
+from mxjax.remat.sizes import gib
+from mxjax.training.gradients import Objective
+from mxjax.training.memory_plan import MemoryModel, StagePlan, keep_names
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tensor that layers of a group may compute again.
+
+    Attributes:
+      bytes, seconds: of one layer and microbatch.
+    """
+
+    group: Group
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+      config: with `mode: manual` and rules for what was chosen.
+      lines: what and why, for people.
+    """
+
+    config: Config
+    lines: tuple[str, ...]
+
+
+def save_memory(
+    model: MemoryModel,
+    budget: int,
+    build: Callable[[Config], Objective],
+    ceilings: Ceilings = H200,
+) -> Choice:
+    """Policies with which every rank's `StagePlan.total` is at most `budget` bytes.
+
+    Args:
+      model: of the configuration without policies of this mode.
+      build: the objective of the same configuration with other rules.
+
+    Raises:
+      ConfigError: there are none; it says what is the least, and what would be without the
+        settings that stand in the way.
+    """
+    before = model.stages()
+    search = _Search(model, budget, build, _candidates(model, ceilings))
+    levels = search.levels(len(before))
+    after = search.stages(levels)
+    if max(stage.total for stage in after) > budget:
+        raise ConfigError([_impossible(model, budget, build, ceilings, after)])
+    return Choice(
+        config=_with_levels(model.config, search.candidates, levels),
+        lines=tuple(_lines(budget, search.candidates, levels, before, after)),
+    )
+
+
+def _candidates(model: MemoryModel, ceilings: Ceilings) -> list[Candidate]:
+    """All tensors that may be computed again, in the order in which that pays."""
+    config, remat = model.config, model.config.remat
+    if remat.policy == "dots":
+        return []
+    settled = {*expanded(remat.save), *expanded(remat.recompute), *expanded(remat.offload)}
+    found = []
+    for group in groups_of(config):
+        for name, size in model.bytes_by_name(group).items():
+            # The choice of experts must not be made anew, see `names.TIERS`.
+            if name in settled or name == "router_experts":
+                continue
+            seconds = model.seconds_of(group, keep_names(config, group), name, ceilings)
+            found.append(Candidate(group, name, size, seconds))
+    return sorted(found, key=lambda c: c.seconds / c.bytes)
+
+
+class _Search:
+    """How many of the candidates each rank has to compute again."""
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        budget: int,
+        build: Callable[[Config], Objective],
+        candidates: list[Candidate],
+    ):
+        self.model, self.budget, self.build = model, budget, build
+        self.candidates = candidates
+
+    def stages(self, levels: Sequence[int]) -> tuple[StagePlan, ...]:
+        """Memory if each rank computes so many candidates again."""
+        config = _with_levels(self.model.config, self.candidates, levels)
+        return self.model.with_objective(self.build(config)).stages()
+
+    def levels(self, num_ranks: int) -> list[int]:
+        """The least level of each rank that fits; the highest where none does."""
+        most = len(self.candidates)
+        low, high = [0] * num_ranks, [most] * num_ranks
+        while any(a < b for a, b in zip(low, high, strict=True)):
+            middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+            fits = [stage.total <= self.budget for stage in self.stages(middle)]
+            if not self.model.stagewise:
+                fits = [all(fits)] * num_ranks
+            for rank, (level, good) in enumerate(zip(middle, fits, strict=True)):
+                if low[rank] == high[rank]:
+                    continue
+                low[rank], high[rank] = (low[rank], level) if good else (level + 1, high[rank])
+        return low
+
+
+def _with_levels(config: Config, candidates: Sequence[Candidate], levels: Sequence[int]) -> Config:
+    """`config` with a rule for each group of each rank that computes candidates again; rules that
+    were there come after them and win."""
+    base, rules = config.remat, []
+    stages: dict[int, set[int]] = {}
+    for place in places_of(config):
+        rank = _rank_of(config, place.stage)
+        stages.setdefault(rank, set()).add(place.stage)
+    alike = len(set(levels)) == 1
+    for rank in [0] if alike else sorted(stages):
+        chosen = candidates[: levels[rank]]
+        for group in groups_of(config):
+            names = tuple(c.name for c in chosen if c.group == group)
+            here = {p.stage for p in places_of(config) if p.group == group} & stages[rank]
+            if not names or not (alike or here):
+                continue
+            rules.append(
+                RematRule(
+                    stages=None if alike else ",".join(map(str, sorted(here))),
+                    group=group,
+                    policy=base.policy,
+                    tier=base.tier if "expert_rows" in names_of(config, group) else None,
+                    save=base.save,
+                    recompute=(*base.recompute, *names),
+                    offload=base.offload,
+                )
+            )
+    return replace(config, remat=replace(base, rules=(*rules, *base.rules)))
+
+
+def _rank_of(config: Config, stage: int) -> int:
+    return 0 if config.parallel.pp == 1 else stage_layout(config).rank_of(stage)
+
+
+def _impossible(
+    model: MemoryModel,
+    budget: int,
+    build: Callable[[Config], Objective],
+    ceilings: Ceilings,
+    least: Sequence[StagePlan],
+) -> Problem:
+    needed, config = max(stage.total for stage in least), model.config
+    message = f"no recompute makes a step fit; the least by the plan is {gib(needed)}"
+    bound = [key for key in ("policy", "save", "rules") if _binds(config.remat, key)]
+    if bound:
+        free = model.with_objective(build(replace(config, remat=RematConfig())))
+        search = _Search(free, budget, build, _candidates(free, ceilings))
+        highest = [len(search.candidates)] * len(least)
+        without = max(stage.total for stage in search.stages(highest))
+        message += (
+            f" with what {', '.join(f'remat.{key}' for key in bound)} sets, {gib(without)} without"
+        )
+    allowed = math.ceil(needed / 2**30 * 100) / 100
+    message += (
+        f"; allow {allowed:.2f}GiB, or use more microbatches, more parallel ranks or a higher "
+        "parallel.zero_stage"
+    )
+    return Problem("remat.memory_budget", gib(budget), message)
+
+
+def _binds(remat: RematConfig, key: str) -> bool:
+    """Whether this key keeps something from being computed again."""
+    return remat.policy == "dots" if key == "policy" else bool(getattr(remat, key))
+
+
+def _lines(
+    budget: int,
+    candidates: Sequence[Candidate],
+    levels: Sequence[int],
+    before: Sequence[StagePlan],
+    after: Sequence[StagePlan],
+) -> list[str]:
+    lines = [f"save_memory: budget {gib(budget)} of each device"]
+    if not any(levels):
+        most = max(stage.total for stage in before)
+        return [*lines, f"  fits as it is: {gib(most)}"]
+    for rank, level in enumerate(levels):
+        chosen = candidates[:level]
+        held = before[rank].total, after[rank].total
+        lines.append(f"  rank {rank}: {gib(held[0])} -> {gib(held[1])}, computes again:")
+        if not chosen:
+            lines[-1] = f"  rank {rank}: {gib(held[1])}, nothing to do"
+        for c in chosen:
+            lines.append(
+                f"    {c.group:<14} {c.name:<20} {gib(c.bytes):>12} and {1e6 * c.seconds:,.0f} us"
+                " a layer and microbatch"
+            )
+    return lines

@@ -1,0 +1,125 @@
+"""`python -m mxjax.kernels`: measuring, and choosing by what was measured."""
+
+import dataclasses
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mxjax.config.schema import KernelOverrides, KernelsConfig
+from mxjax.kernels import __main__ as command
+from mxjax.kernels import implementation
+from mxjax.kernels.bench import cases, measure, timing, tune
+from mxjax.kernels.implementation import Choice, choose, interpreted, selected
+from mxjax.kernels.norm import rms_norm
+
+CASES = cases.all_cases(small=True)
+
+
+def test_bench_prints_and_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(measure.CEILINGS, "cpu", measure.Ceiling(1e9, 1e9))
+    files = tmp_path / "results.json", tmp_path / "results.png"
+    arguments = ["--op", "rms_norm", "--json", str(files[0]), "--png", str(files[1]), "--no-peers"]
+    assert command.main(["bench", "--small", *arguments]) == 0
+    content = json.loads(files[0].read_text())
+    rows = content["results"]
+    assert content["device"] == "cpu"
+    # Mosaic kernels do not run on a CPU.
+    assert [(row["by"], row["work"]) for row in rows] == [
+        ("xla", "forward"),
+        ("xla", "forward + backward"),
+    ]
+    # RMSNorm of 64 x 256 bf16: reads and writes once; back reads two and writes one.
+    assert [row["bytes"] for row in rows] == [2 * 64 * 256 * 2, 5 * 64 * 256 * 2]
+    assert rows[0]["share_of_floor"] == pytest.approx(rows[0]["bytes"] / 1e9 / rows[0]["seconds"])
+    assert "RMSNorm 64x256" in capsys.readouterr().out
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["bench", "--op", "softmax"],
+            "--op softmax: there is no such op; known are add_layer_norm",
+        ),
+        (
+            ["tune", "--small"],
+            "nothing to tune: its kernels are for NVIDIA Hopper GPUs and this is 'cpu'",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments, message, capsys):
+    assert command.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_call_is_timed_by_the_difference_of_two_chains(monkeypatch):
+    """What both programs have in common drops out."""
+    clock = iter([0.0, 9.0, 0.0, 17.0] * 3)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    make = timing.random_floats((jax.ShapeDtypeStruct((4,), jnp.float32),))
+    effort = timing.Effort(calls=4, repeats=3, cache_bytes=0)
+    assert timing.seconds_per_call(lambda x: 2 * x, make, effort) == (17 - 9) / 4
+
+
+def test_chained_calls_are_all_made_and_in_turn_with_each_set():
+    results = jax.jit(timing.chain(lambda x: x + 1, 5))([(jnp.zeros(2),), (jnp.ones(2),)])
+    assert [float(result[0]) for result in results] == [1, 2, 1, 2, 1]
+
+
+def test_tuning_decides_what_runs(tmp_path, monkeypatch):
+    """The fastest blocks, of the faster implementation, in the table that `choose` then reads."""
+    (case,) = (case for case in CASES if case.op == "rms_norm")
+    case = dataclasses.replace(case, blocks=case.blocks[:3])
+    slow, broken, fast = case.blocks
+
+    def time_of(case, work, effort, implementation, blocks=None):
+        if blocks == broken:
+            raise RuntimeError("too much shared memory")
+        return {None: 5e-6, slow: 7e-6, fast: 3e-6}[blocks]
+
+    monkeypatch.setattr(tune, "time_of", time_of)
+    monkeypatch.setattr(implementation, "TUNING_FOLDER", tmp_path)
+    path = implementation.tuning_path("cpu")
+    path.write_text(json.dumps({"other": {"float32 8": {"implementation": "xla"}}}))
+    tune.tune([case], timing.QUICK, path, report=lambda line: None)
+    implementation.tuning_table.cache_clear()
+    try:
+        table = implementation.tuning_table("cpu")
+        assert table["other"] == {"float32 8": {"implementation": "xla"}}
+        of_case = partial(choose, "rms_norm", None, shape_class=case.shape_class)
+        chosen = of_case(obstacles={"mosaic": None})
+        assert chosen.implementation == "mosaic"
+        assert type(fast)(**chosen.blocks) == fast
+        # The table speaks of a class of shapes, of which the kernel may not take all.
+        assert of_case(obstacles={"mosaic": "the width is odd"}) == Choice("xla")
+        other = choose("rms_norm", None, shape_class="float32 8", obstacles={"mosaic": None})
+        assert other == Choice("xla")
+    finally:
+        implementation.tuning_table.cache_clear()
+
+
+def test_configuration_selects_implementations():
+    """Everywhere, or for one op; a named argument goes before it."""
+    x, scale = jnp.ones((2, 128)), jnp.ones(128)
+
+    def runs_kernel(kernels, **named):
+        with interpreted(), selected(kernels):
+            jaxpr = jax.make_jaxpr(lambda x: rms_norm(x, scale, 1e-5, **named))(x)
+        return "mpmd_map" in str(jaxpr)
+
+    assert not runs_kernel(KernelsConfig())
+    assert runs_kernel(KernelsConfig(implementation="mosaic"))
+    one = KernelOverrides(rms_norm="mosaic")
+    assert runs_kernel(KernelsConfig(implementation="xla", overrides=one))
+    assert not runs_kernel(KernelsConfig(overrides=KernelOverrides(layer_norm="mosaic")))
+    assert not runs_kernel(KernelsConfig(implementation="mosaic"), implementation="xla")
+
+
+def test_every_measured_op_can_be_overridden():
+    fields = {field.name for field in dataclasses.fields(KernelOverrides)}
+    assert {case.op for case in CASES} <= fields
+    assert len({case.name for case in CASES}) == len(CASES)

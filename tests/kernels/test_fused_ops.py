@@ -1,0 +1,129 @@
+"""Each fused op, by each implementation, against a plain formula in fp32 and its gradients."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from mxjax.kernels.dropout import bias_dropout_add
+from mxjax.kernels.implementation import ImplementationError, interpreted
+from mxjax.kernels.norm import rms_norm
+from mxjax.kernels.swiglu import swiglu
+from tests.kernels.fused_ops import OPS, RATE, value_and_gradients
+
+KERNELS = {
+    "bias_swiglu": "bfloat16",
+    "gelu": "float32",
+    "rms_norm": "bfloat16",
+    "add_rms_norm": "float32",
+    "add_layer_norm": "bfloat16",
+    "bias_dropout_add": "bfloat16",
+    "rope_halves_partial": "float32",
+    "rope_pairs": "bfloat16",
+}
+"""One of each way through the kernels: interpreting takes seconds. With and without bias, addition,
+mean, rest of a head; a row in one and in several parts."""
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
+
+
+def arguments_of(op, dtype):
+    keys = jax.random.split(jax.random.key(0), len(op.shapes))
+    pairs = zip(keys, op.shapes, strict=True)
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in pairs)
+
+
+def by_shard_map(function, op, dtype):
+    """Value and gradients on a mesh of one device, where the types are checked as on many."""
+    mesh = jax.make_mesh((1,), ("axis",), axis_types=(AxisType.Auto,))
+    split, alike = PartitionSpec("axis"), PartitionSpec()
+    number = len(op.shapes)
+    specs = (split,) * (number - op.weights) + (alike,) * op.weights
+    mapped = jax.shard_map(
+        lambda *arguments: value_and_gradients(function, arguments),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(split, specs),
+    )
+    return jax.jit(mapped)(*arguments_of(op, dtype))
+
+
+def check(got, op, dtype):
+    rounded = arguments_of(op, dtype)
+    exact = tuple(x.astype(jnp.float32) for x in rounded)
+    want = value_and_gradients(op.formula, exact)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == dtype
+        largest = float(jnp.max(jnp.abs(other)))
+        tolerance = TOLERANCE[dtype] * largest
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_xla_equals_the_formula(name):
+    """Forward and every gradient, recomputed as by `remat`."""
+    op, dtype = OPS[name], "float32" if KERNELS.get(name) == "bfloat16" else "bfloat16"
+    run = jax.checkpoint(partial(op.run, implementation="xla"))
+    check(by_shard_map(run, op, dtype), op, dtype)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_mosaic_equals_the_formula_without_races(name):
+    """Forward and every gradient, interpreted."""
+    op, dtype = OPS[name], KERNELS[name]
+    with interpreted():
+        got = by_shard_map(partial(op.run, implementation="mosaic", blocks=op.small), op, dtype)
+    check(got, op, dtype)
+
+
+def test_implementations_drop_the_same_elements():
+    """And a share of them that the rate says."""
+    x, key = jnp.ones((6, 256)), jax.random.key(3)
+    drop = partial(bias_dropout_add, x, None, jnp.zeros_like(x), RATE, key)
+    with interpreted():
+        kernel = jax.jit(partial(drop, implementation="mosaic"))()
+    np.testing.assert_array_equal(kernel, drop(implementation="xla"))
+    many = jnp.ones((512, 256))
+    kept = bias_dropout_add(many, None, 0 * many, RATE, key) > 0
+    assert abs(float(jnp.mean(kept)) - (1 - RATE)) < 0.005
+    # Neither neighbours nor other keys drop alike.
+    both = 1 - 2 * RATE + RATE**2
+    assert abs(float(jnp.mean(kept[:, 1:] & kept[:, :-1])) - both) < 0.005
+    assert abs(float(jnp.mean(kept[1:] & kept[:-1])) - both) < 0.005
+    others = bias_dropout_add(many, None, 0 * many, RATE, jax.random.key(4)) > 0
+    assert abs(float(jnp.mean(kept & others)) - both) < 0.005
+
+
+def test_a_named_implementation_that_cannot_run_is_refused():
+    up, x = jnp.ones((3, 2, 136)), jnp.ones((3, 136))
+    with pytest.raises(ImplementationError, match=r"swiglu: .*'mosaic'.*Hopper GPUs.*'cpu'.*'xla'"):
+        swiglu(up, implementation="mosaic")
+    with pytest.raises(
+        ImplementationError, match=r"'triton'.*there is none; swiglu has xla, mosaic"
+    ):
+        swiglu(up, implementation="triton")
+    with interpreted(), pytest.raises(ImplementationError, match="width 136 is no multiple of 128"):
+        rms_norm(x, x[0], 1e-5, implementation="mosaic")
+
+
+def test_kernels_compile_for_h200_without_multicast(cuda_compiler, tmp_path):
+    """Forward and backward, recomputed, on two GPUs, types checked; nothing that uses NVLink
+    multicast, which can take a shared host's GPUs down."""
+    path = tmp_path / "programs.json"
+    environment = os.environ | {
+        "PYTHONPATH": f"{cuda_compiler}{os.pathsep}.",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it finds no CUDA libraries
+    }
+    command = [sys.executable, "-m", "tests.kernels.compile_for_h200", path]
+    subprocess.run(command, env=environment, check=True)
+    for name, program in json.loads(path.read_text()).items():
+        assert 'custom_call_target="mosaic_gpu' in program, name
+        assert "multimem" not in program, name

@@ -1,0 +1,94 @@
+"""What waits in the host's memory: the same figures, bytes where they should be, and a refusal."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from mxjax.config import ConfigError, load_config
+from mxjax.sharding.mesh import build_mesh
+from mxjax.training.host_memory import check_host_memory
+
+SHORT = ("training.num_steps=4", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
+
+
+def test_moments_on_the_host_change_nothing(tmp_path, train, sums, metrics_of):
+    """Nor does a checkpoint between."""
+    here = train(tmp_path / "here", *SHORT, *sums)
+    saves = ("optimizer.offload=true", "checkpoint.save_interval=2", *SHORT, *sums)
+    there = train(tmp_path / "there", *saves, "training.num_steps=2")
+    there = train(tmp_path / "there", *saves)
+    kinds = {
+        leaf.sharding.memory_kind
+        for leaf in jax.tree.leaves(there.state.opt_state)
+        if leaf.ndim  # the step count is no moment
+    }
+    assert kinds == {"pinned_host"}
+    losses = [
+        [row["loss"] for row in metrics_of(run) if "loss" in row]
+        for run in (tmp_path / "here", tmp_path / "there")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert here.config.optimizer.offload is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["optimizer.offload=true"], "optimizer.offload"),
+        (["remat.policy=full", "remat.offload=[layer_input]"], "remat.offload"),
+    ],
+)
+def test_more_than_the_host_has_is_refused_with_the_figures(config_file, overrides, key):
+    config = load_config(config_file, ["remat.host_memory=10kB", *overrides], lambda _: 1)
+    with pytest.raises(ConfigError, match=r"the host has 0.00 GiB \(by remat.host_memory\)") as no:
+        check_host_memory(config, build_mesh(config.parallel, jax.devices()[:1]))
+    assert no.value.problems[0].path == key
+    enough = load_config(config_file, ["remat.host_memory=1GiB", *overrides], lambda _: 1)
+    check_host_memory(enough, build_mesh(config.parallel, jax.devices()[:1]))
+
+
+GPU_SCRIPT = """
+import jax, json
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from mxjax.config.schema import ParallelConfig
+from mxjax.remat.layers import LayerPolicy
+from mxjax.remat.names import named
+from mxjax.remat.policy import rematerialise
+from mxjax.training.target import TARGETS, target_mesh, use_target_compiler
+
+use_target_compiler()
+mesh = target_mesh(TARGETS["h200"], ParallelConfig(dp=1))
+
+def layer(x, w):
+    return x + named(x @ w, "mlp_up") ** 2 @ w.T, None
+
+def bytes_with(policy):
+    run = rematerialise(layer, policy, gathers_weights=False, in_scan=True)
+    loss = lambda w, x: jnp.sum(jax.lax.scan(run, x, w)[0])
+    replicated = NamedSharding(mesh, PartitionSpec())
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=replicated)
+    program = jax.jit(jax.grad(loss)).lower(like(8, 64, 256), like(1024, 64)).compile()
+    sizes = program.memory_analysis()
+    return sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
+
+kept = LayerPolicy("names", save=frozenset(["mlp_up"]))
+away = LayerPolicy("names", offload=frozenset(["mlp_up"]))
+print(json.dumps([bytes_with(kept), bytes_with(away)]))
+"""
+
+
+def test_a_gpu_program_has_offloaded_activations_in_host_memory(cuda_compiler):
+    """Eight layers' [1024, 256] fp32 on the device, or on the host."""
+    environment = os.environ | {"PYTHONPATH": str(cuda_compiler)}
+    command = [sys.executable, "-c", GPU_SCRIPT]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    (device, none), (less, host) = json.loads(said.stdout)
+    tensor = 1024 * 256 * 4
+    assert (none, host) == (0, 8 * tensor)
+    assert device - less >= 6 * tensor  # one or two are there while they come and go
