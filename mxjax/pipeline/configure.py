@@ -70,10 +70,6 @@ def training_schedule(config: Config, cells: str | None = None) -> Schedule:
     )
 
 
-ASSUMED_COSTS = (1.0, 1.2, 0.8)
-"""Of layers that were not measured yet: close to those of a dense one with long sequences."""
-
-
 def costs(config: Config) -> Costs:
     """`pipeline.costs`; the default where they are still to be measured.
 

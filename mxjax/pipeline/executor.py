@@ -351,7 +351,7 @@ class _Work:
     def step(self, state: State, kind: str, j: int | jax.Array) -> None:
         """Layer `j` of its kind on this stage."""
         pipeline = self.pipeline
-        before = self.part.before(kind, pipeline.table.stacks)
+        before = self.part.layers_before(kind, pipeline.table.stacks)
         index = self.row[f"{self.letter}.first_layer"] + before + j
         side = pipeline.model.side(kind, self.ctx, index)
         group, place = pipeline._place(self.part, kind, j)

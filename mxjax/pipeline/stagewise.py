@@ -334,10 +334,12 @@ class _Work:
 
     def step(self, state, kind: str, j: int) -> None:
         stacks = self.owner.stacks
-        index = jnp.int32(stacks.first_layer(self.stage) + self.part.before(kind, stacks) + j)
+        before = stacks.first_layer(self.stage) + self.part.layers_before(kind, stacks)
+        index = jnp.int32(before + j)
         side = self.model.side(kind, self.ctx, index)
-        place = stacks.bases[kind][self.part.chunk] + j
-        weights, name = self.weights[kind][place], f"{kind}/{j}"
+        group = stacks.group(kind)
+        place = stacks.bases[group][self.part.chunk] + stacks.before(kind, self.part.layers) + j
+        weights, name = self.weights[group][place], f"{kind}/{j}"
         if self.kind is Kind.F:
             split = self.owner.split(self.model, kind, weights, self.x, side)
             self.x, objective, stats, self.made[name] = split.forward(weights, self.x, side)

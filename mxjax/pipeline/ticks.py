@@ -38,7 +38,7 @@ class Part:
         found = [(kind, j) for kind, n in counts for j in range(n)]
         return found[::-1] if self.kind in (Kind.B, Kind.BW) else found
 
-    def before(self, kind: str, stacks: Stacks) -> int:
+    def layers_before(self, kind: str, stacks: Stacks) -> int:
         """Layers of the stage that come before those of this kind in the model."""
         return sum(self.layers[: list(stacks.kinds).index(kind)])
 

@@ -109,7 +109,7 @@ class _Layer:
     def example(self, given) -> tuple[Any, jax.Array]:
         """Weights of a layer and its input."""
         like = jax.eval_shape(self.objective._layers_and_outer, _local_shards(self.objective))
-        stack = like[0][self.kind]
+        stack = like[0][self.objective.stacks.group(self.kind)]
         one = stack[0] if isinstance(stack, list) else jax.tree.map(_first, stack)
         stream = self._staged(given).stream()
         leaves, tree = jax.tree.flatten((one, stream))
@@ -147,7 +147,7 @@ class _Layer:
 
     def _side(self, given) -> Any:
         staged = self._staged(given)
-        first = jnp.int32(staged.first_layer[self.kind])
+        first = jnp.int32(staged.first_layer[staged.group(self.kind)])
         return staged.side(self.kind, staged.context(jnp.int32(0)), first)
 
 
