@@ -17,6 +17,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from mxjax.config.schema import Config
+from mxjax.kernels.linear_cross_entropy import LOGITS_BYTES
 from mxjax.pipeline.configure import training_choice
 from mxjax.pipeline.schedule import Cell, Kind
 from mxjax.remat.cost import H200, Ceilings
@@ -343,7 +344,7 @@ class MemoryModel:
     @property
     def _temporary(self) -> int:
         """The larger of a layer's backward pass (all its named tensors, and the gradient of the
-        largest) and of the head (logits and their gradient)."""
+        largest) and of the head (logits of a part of the tokens)."""
         of_layers = []
         for group in groups_of(self.config):
             sizes = self.bytes_by_name(group).values()
@@ -351,8 +352,8 @@ class MemoryModel:
         model, parallel = self.config.model, self.config.parallel
         tokens = self._stream_bytes // model.hidden_size // self._itemsize
         tokens *= parallel.tp if parallel.sequence_parallel else 1
-        head = tokens * model.vocab_size // parallel.tp * 2 * self._itemsize
-        return max(*of_layers, head)
+        logits = tokens * model.vocab_size // parallel.tp * self._itemsize
+        return max(*of_layers, min(logits, LOGITS_BYTES))
 
     # Advice
 

@@ -66,9 +66,11 @@ class Case:
 
 def all_cases(small: bool) -> list[Case]:
     """Every case; `small`: of shapes that a CPU runs at once."""
-    from mxjax.kernels.bench.moe import moe_cases  # which takes `Case` from here
+    # Which take `Case` from here.
+    from mxjax.kernels.bench.moe import moe_cases
+    from mxjax.kernels.bench.vocabulary import vocabulary_cases
 
-    return elementwise_cases(small) + moe_cases(small)
+    return elementwise_cases(small) + vocabulary_cases(small) + moe_cases(small)
 
 
 TILES = tuple(

@@ -49,6 +49,9 @@ def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     if name == "RoPE":
         T, N, D = sizes
         return [(1, N, T, D)]
+    if name == "linear + cross entropy":
+        T, H, V = sizes
+        return [(T, H), (V, H)]
     T, H = sizes
     return {
         "SwiGLU": [(T, H), (T, H)],
@@ -70,6 +73,12 @@ def _angles(x):
     angles = torch.arange(T, device=x.device)[:, None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _targets(x, weight):
+    import torch
+
+    return torch.arange(x.shape[0], device=x.device) % weight.shape[0]
 
 
 def _formulas() -> dict[str, Callable[..., Any]]:
@@ -96,7 +105,11 @@ def _formulas() -> dict[str, Callable[..., Any]]:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], dim=-1) * sin
 
+    def linear_cross_entropy(x, weight):
+        return F.cross_entropy((x @ weight.T).float(), _targets(x, weight), reduction="sum")
+
     return {
+        "linear + cross entropy": linear_cross_entropy,
         "SwiGLU": lambda gate, up: F.silu(gate) * up,
         "bias-SwiGLU": lambda gate, up, a, b: F.silu(gate + a) * (up + b),
         "bias-GELU": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
@@ -111,6 +124,7 @@ def _formulas() -> dict[str, Callable[..., Any]]:
 
 def _liger() -> dict[str, Callable[..., Any]]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -122,7 +136,14 @@ def _liger() -> dict[str, Callable[..., Any]]:
         N = x.shape[1] // 2
         return LigerRopeFunction.apply(x[:, :N], x[:, N:], cos[None], sin[None])
 
+    def linear_cross_entropy(x, weight):
+        targets = _targets(x, weight)
+        return LigerFusedLinearCrossEntropyFunction.apply(
+            x, weight, targets, None, None, -100, 0.0, 0.0, "sum"
+        )[0]
+
     return {
+        "linear + cross entropy": linear_cross_entropy,
         "SwiGLU": LigerSiLUMulFunction.apply,
         "RMSNorm": lambda x, scale: LigerRMSNormFunction.apply(x, scale, EPSILON),
         "LayerNorm": lambda x, s, b: LigerLayerNormFunction.apply(x, s, b, EPSILON),
