@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from mxjax.config.schema import Config
 from mxjax.kernels.linear_cross_entropy import LOGITS_BYTES
-from mxjax.pipeline.configure import training_choice
+from mxjax.pipeline.configure import stagewise_schedule, training_table
 from mxjax.pipeline.schedule import Cell, Kind
 from mxjax.remat.cost import H200, Ceilings
 from mxjax.remat.layers import KEEP_ALL, LayerPolicy, places_of
@@ -192,15 +192,15 @@ class MemoryModel:
     def _held_in_pipeline(self) -> list[Counter[NamePlan]]:
         """For each rank, with the modules of multi-token prediction on the last stage's."""
         stacks, layout = self.objective.stacks, self.objective.stacks.layout
-        table, _, _ = training_choice(self.config, stacks)
-        held: list[Counter[NamePlan]] = []
-        for rank in range(layout.num_ranks):
-            names: Counter[NamePlan] = Counter()
-            if self.stagewise:
-                self._add_peak(names, table.schedule.cells[rank])
-            else:
+        held: list[Counter[NamePlan]] = [Counter() for _ in range(layout.num_ranks)]
+        if self.stagewise:
+            schedule, _ = stagewise_schedule(self.config, stacks)
+            for names, cells in zip(held, schedule.cells, strict=True):
+                self._add_peak(names, cells)
+        else:
+            table = training_table(self.config, stacks)
+            for names in held:
                 self._add_rings(names, table.slots)
-            held.append(names)
         last = layout.rank_of(layout.num_stages - 1)
         for place in places_of(self.config):
             if place.group == "mtp_layers":
@@ -325,7 +325,7 @@ class MemoryModel:
     def _pipeline_buffers(self) -> int:
         if not isinstance(self.objective, PipelinedObjective):
             return 0
-        table, _, _ = training_choice(self.config, self.objective.stacks)
+        table = training_table(self.config, self.objective.stacks)
         return sum(table.slots[ring] + 1 for ring in ("x", "g")) * self._stream_bytes
 
     @property
