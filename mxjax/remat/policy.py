@@ -74,7 +74,11 @@ def _keep_products(primitive, *_, **params) -> bool:
     return _is_cudnn_attention(primitive)
 
 
+_OTHER_FORMS = ("convert_element_type", "expand_dims", "reshape", "slice", "squeeze", "transpose")
+"""Of a tensor that is there: kept, they would keep the gathered weights that they are forms of."""
+
+
 def _keep_all_but_weights(primitive, *_, **params) -> bool:
     if primitive is lax.all_gather_p:
         return not set(params["axis_name"]) <= set(DATA_AXES)
-    return True
+    return primitive.name not in _OTHER_FORMS

@@ -40,7 +40,7 @@ def fused_ops() -> list[Case]:
         return name, partial(both, op), shapes, op.weights
 
     # The rest is made of the same parts.
-    names = ("swiglu", "bias_gelu", "add_layer_norm", "bias_dropout_add", "rope_pairs_partial")
+    names = ("swiglu", "add_layer_norm", "bias_dropout_add", "rope_pairs_partial")
     return [case(name, OPS[name]) for name in names]
 
 

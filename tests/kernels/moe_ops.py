@@ -12,12 +12,9 @@ from mxjax.kernels.route import RoutingRule, route
 from mxjax.kernels.row_groups import row_groups, sufficient_rows
 
 TILE = 128
-MODELS = {
-    "mixtral": (8, 16384 // 2, 2, 4096, 14336),
-    "deepseek_v2_lite": (64, 49152 // 6, 6, 2048, 1408),
-    "deepseek_v3": (32, 32768 // 8, 8, 7168, 2048),
-}
-"""Experts of a rank, tokens, choices of a token, hidden size, width of an expert."""
+LITE = (64, 49152 // 6, 6, 2048, 1408)
+"""DeepSeek-V2-Lite: experts of a rank, tokens, choices of a token, hidden size, width of an expert,
+which is no multiple of a tile's."""
 
 
 def _shape(*dims, dtype=jnp.bfloat16):
@@ -72,13 +69,12 @@ def _route(rule: RoutingRule):
 
 def moe_ops():
     """As `Case` of `compile_for_h200.py`."""
-    for name, (E, T, K, H, F) in MODELS.items():
-        rows = sufficient_rows(T * K, E, TILE)
-        shapes = _shape(rows, H), _shape(E, dtype=jnp.int32), _shape(E, H, F)
-        yield f"grouped_matmul {name}", _matmul(rows), shapes, 1
-    E, T, K, H, _ = MODELS["deepseek_v2_lite"]
+    E, T, K, H, F = LITE
+    rows = sufficient_rows(T * K, E, TILE)
+    shapes = _shape(rows, H), _shape(E, dtype=jnp.int32), _shape(E, H, F)
+    yield "grouped_matmul", _matmul(rows), shapes, 1
     shapes = _shape(T, H), _shape(T, K, dtype=jnp.int32), _shape(T, K, dtype=jnp.float32)
-    yield "permute", _move(E, sufficient_rows(T * K, E, TILE)), shapes, 0
+    yield "permute", _move(E, rows), shapes, 0
     fp32, valid = jnp.float32, _shape(ROUTED_TOKENS, dtype=bool)
     shapes = _shape(ROUTED_TOKENS, ROUTED_EXPERTS, dtype=fp32), valid
     yield "route", _route(RULE), (*shapes, _shape(ROUTED_EXPERTS, dtype=fp32)), 1

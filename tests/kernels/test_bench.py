@@ -121,5 +121,5 @@ def test_configuration_selects_implementations():
 
 def test_every_measured_op_can_be_overridden():
     fields = {field.name for field in dataclasses.fields(KernelOverrides)}
-    assert {case.op for case in CASES} <= fields
+    assert {case.op for case in CASES if len(case.implementations) > 1} <= fields
     assert len({case.name for case in CASES}) == len(CASES)
