@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mxjax.config import to_yaml
+from mxjax.config import load_settings, to_yaml
 from mxjax.pipeline.simulate import Costs
 from mxjax.training import layer_costs
 from mxjax.training.layer_costs import measure_costs, with_costs
@@ -39,6 +39,17 @@ def measured(monkeypatch):
 def write(config):
     with open(f"{config.run_dir}/config.yaml", "w") as file:
         file.write(to_yaml(config))
+
+
+def test_a_configuration_may_leave_them_to_be_measured():
+    """Its rules take the default meanwhile."""
+    settings = {
+        "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4},
+        "parallel": {"pp": 2, "dp": 1},
+        "training": {"num_microbatches": 4, "global_batch_size": 4},
+        "pipeline": {"costs": "measured", "schedule": "zbh1", "max_activations": 4},
+    }
+    assert load_settings(settings, "test").pipeline.costs == "measured"
 
 
 def test_every_kind_of_layer_is_timed_with_the_collectives_in_it(config, mesh_of):
