@@ -61,7 +61,7 @@ def bias_dropout_add(
     if rate == 0 or key is None:
         # Nothing to draw: XLA fuses plain additions into what is around them.
         return residual + (x if bias is None else x + bias.astype(x.dtype))
-    mosaic = (blocks or TileBlocks(**choice.blocks)) if choice.implementation == "mosaic" else None
+    mosaic = choice.mosaic(blocks, TileBlocks)
     seed = jax.random.bits(key, (2,), jnp.uint32)
     return _bias_dropout_add(*varying_alike(x, bias, residual, seed), rate, mosaic)
 

@@ -46,7 +46,7 @@ def gelu(
         shape_class=shape_class(x.dtype, F),
         obstacles={"mosaic": tile_obstacle(F, x.dtype)},
     )
-    mosaic = (blocks or TileBlocks(**choice.blocks)) if choice.implementation == "mosaic" else None
+    mosaic = choice.mosaic(blocks, TileBlocks)
     return _gelu(*varying_alike(x, bias), mosaic)
 
 

@@ -126,9 +126,7 @@ def _choose(op, implementation, x_dtype, w_dtype, groups: RowGroups, G, K, N, bl
         shape_class=shape_class(x_dtype, groups.num_rows, G, K, N),
         obstacles={"mosaic": obstacle(x_dtype, w_dtype, groups.tile, K, N)},
     )
-    if choice.implementation != "mosaic":
-        return None
-    return blocks or mosaic.MatmulBlocks(**dict(choice.blocks))
+    return choice.mosaic(blocks, mosaic.MatmulBlocks)
 
 
 def obstacle(x_dtype, w_dtype, tile: int, K: int, N: int) -> str | None:

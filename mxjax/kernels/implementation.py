@@ -52,6 +52,13 @@ class Choice:
         """Measured block sizes of its kernel: arguments of the kernel, which has defaults."""
         return dict(self.sizes)
 
+    def mosaic[B](self, given: B | None, kind: type[B]) -> B | None:
+        """Block sizes that the Mosaic kernel runs with: those of the caller, as measured, or the
+        defaults of `kind`; None: another implementation runs."""
+        if self.implementation != "mosaic":
+            return None
+        return given or kind(**self.blocks)
+
 
 _AUTO = KernelsConfig()
 

@@ -127,9 +127,7 @@ def _mosaic(op, x, scale, implementation, blocks) -> RowBlocks | None:
         shape_class=shape_class(x.dtype, x.shape[-1]),
         obstacles={"mosaic": row_obstacle(x, scale)},
     )
-    if choice.implementation != "mosaic":
-        return None
-    return blocks or RowBlocks(**choice.blocks)
+    return choice.mosaic(blocks, RowBlocks)
 
 
 def _named(x: jax.Array, name: str | None) -> jax.Array:

@@ -141,9 +141,7 @@ def _choose(op, implementation, dtype, plan: PermutePlan, width: int, blocks):
         shape_class=shape_class(dtype, T, K, P, width),
         obstacles={"mosaic": obstacle},
     )
-    if choice.implementation != "mosaic":
-        return None
-    return blocks or mosaic.RowBlocks(**dict(choice.blocks))
+    return choice.mosaic(blocks, mosaic.RowBlocks)
 
 
 def _alike(plan: PermutePlan, *arrays):

@@ -107,7 +107,7 @@ def apply_rope(
         shape_class=shape_class(x_BSND.dtype, x_BSND.shape[-1]),
         obstacles={"mosaic": rope_obstacle(x_BSND, P, interleaved)},
     )
-    mosaic = (blocks or RopeBlocks(**choice.blocks)) if choice.implementation == "mosaic" else None
+    mosaic = choice.mosaic(blocks, RopeBlocks)
     return _turn(*varying_alike(x_BSND, *table), interleaved, mosaic)
 
 

@@ -54,7 +54,7 @@ def swiglu(
     F = up.shape[-1]
     obstacles = {"mosaic": tile_obstacle(F, up.dtype)}
     choice = choose(OP, implementation, shape_class=shape_class(up.dtype, F), obstacles=obstacles)
-    mosaic = (blocks or TileBlocks(**choice.blocks)) if choice.implementation == "mosaic" else None
+    mosaic = choice.mosaic(blocks, TileBlocks)
     return _swiglu(*varying_alike(up, bias), mosaic)
 
 

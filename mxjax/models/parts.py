@@ -114,18 +114,11 @@ class Part:
         if self.places is None:
             return jax.vmap(self._init_one)(keys)
         params = jax.vmap(self._init_one)(keys[np.maximum(self.places, 0)])
-        return jax.tree.map(lambda leaf: jnp.where(self._taken(leaf), leaf, 0), params)
+        return jax.tree.map(lambda leaf: only_layers(leaf, self.places), params)
 
     def place(self, layers: np.ndarray) -> np.ndarray:
         """One stacked array as a checkpoint has it, in the order of the model, at `places`."""
-        if self.places is None:
-            return layers
-        stacked = layers[np.maximum(self.places, 0)]
-        return np.where(self._taken(stacked), stacked, np.zeros((), layers.dtype))
-
-    def _taken(self, stacked: np.ndarray | jax.Array) -> np.ndarray:
-        """Which places of `stacked` hold a layer; broadcasts against it."""
-        return (self.places >= 0).reshape(-1, *[1] * (stacked.ndim - 1))
+        return layers if self.places is None else at_places(layers, self.places)
 
     def _init_one(self, key: jax.Array) -> Params:
         with nnx.use_eager_sharding(False):
@@ -138,6 +131,18 @@ class Part:
     def bind(self, params: Params) -> nnx.Module:
         """The module with these arrays (of one layer, if stacked) as its weights."""
         return jax.tree.unflatten(self._treedef, [_get(params, path) for path in self._paths])
+
+
+def at_places[A: (np.ndarray, jax.Array)](layers: A, places: np.ndarray) -> A:
+    """A stack of layers in the order of the model, [L, ...], at `places`, [K, ...]; see `Part`."""
+    return only_layers(layers[np.maximum(places, 0)], places)
+
+
+def only_layers[A: (np.ndarray, jax.Array)](stacked: A, places: np.ndarray) -> A:
+    """Zeros where a place, [K, ...], holds no layer."""
+    xp = stacked.__array_namespace__()
+    taken = (places >= 0).reshape(-1, *[1] * (stacked.ndim - 1))
+    return xp.where(taken, stacked, xp.zeros((), stacked.dtype))
 
 
 def stack_layers(layers: list) -> Any:

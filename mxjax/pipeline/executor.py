@@ -156,14 +156,9 @@ class Pipeline:
         return f"{name}/{kind}/{j}" if self._unrolled else f"{name}/{kind}"
 
     def _grads_key(self, part: Part, kind: str, j: int | jax.Array) -> str:
-        group, place = self._place(part, kind, j)
+        group, place = part.place(kind, j, self.table.stacks)
         chunk = part.chunk
         return f"grads/{group}/{self._bases[group][chunk] + place if self._unrolled else chunk}"
-
-    def _place(self, part: Part, kind: str, j: int | jax.Array) -> tuple[str, int | jax.Array]:
-        """Group of a layer's weights and its place in it, among those of the chunk."""
-        stacks = self.table.stacks
-        return stacks.group(kind), stacks.before(kind, part.layers) + j
 
     def _may_have_embedding(self, part: Part) -> bool:
         return self._may_be(part, 0)
@@ -354,7 +349,7 @@ class _Work:
         before = self.part.layers_before(kind, pipeline.table.stacks)
         index = self.row[f"{self.letter}.first_layer"] + before + j
         side = pipeline.model.side(kind, self.ctx, index)
-        group, place = pipeline._place(self.part, kind, j)
+        group, place = self.part.place(kind, j, pipeline.table.stacks)
         weights = pipeline._layer_weights(group, self.part.chunk, place)
         {
             Kind.F: self._forward,
@@ -422,7 +417,7 @@ class _Work:
     def _add(self, state: State, kind: str, j, grads) -> None:
         pipeline = self.pipeline
         key = pipeline._grads_key(self.part, kind, j)
-        _, place = pipeline._place(self.part, kind, j)
+        _, place = self.part.place(kind, j, pipeline.table.stacks)
         total, grads = state[key], pipeline.model.reduce(kind, grads)
         if pipeline._unrolled:
             state[key] = add(total, grads)

@@ -337,8 +337,8 @@ class _Work:
         before = stacks.first_layer(self.stage) + self.part.layers_before(kind, stacks)
         index = jnp.int32(before + j)
         side = self.model.side(kind, self.ctx, index)
-        group = stacks.group(kind)
-        place = stacks.bases[group][self.part.chunk] + stacks.before(kind, self.part.layers) + j
+        group, place = self.part.place(kind, j, stacks)
+        place += stacks.bases[group][self.part.chunk]
         weights, name = self.weights[group][place], f"{kind}/{j}"
         if self.kind is Kind.F:
             split = self.owner.split(self.model, kind, weights, self.x, side)

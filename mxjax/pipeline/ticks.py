@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,10 @@ class Part:
         counts = zip(stacks.kinds, self.layers, strict=True)
         found = [(kind, j) for kind, n in counts for j in range(n)]
         return found[::-1] if self.kind in (Kind.B, Kind.BW) else found
+
+    def place(self, kind: str, j: Any, stacks: Stacks) -> tuple[str, Any]:
+        """Group of a layer's weights, and its place in it among those of the chunk."""
+        return stacks.group(kind), stacks.before(kind, self.layers) + j
 
     def layers_before(self, kind: str, stacks: Stacks) -> int:
         """Layers of the stage that come before those of this kind in the model."""

@@ -15,11 +15,11 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mxjax.models.parts import at_places
 from mxjax.training.gradients import Objective
 from mxjax.training.state import TrainState
 
@@ -142,12 +142,10 @@ def _gather_layers(stack: _Stack, held_K: jax.Array) -> jax.Array:
 
 def _spread_layers(stack: _Stack, layers_L: jax.Array) -> jax.Array:
     """The inverse, with zeros where there is no layer."""
-    places = np.array(stack.places)
-    taken = (places >= 0).reshape(-1, *[1] * (layers_L.ndim - 1))
-    held = jnp.where(taken, layers_L[np.maximum(places, 0)], 0).astype(layers_L.dtype)
+    held = at_places(layers_L, np.array(stack.places))
     if not stack.is_split:
         return held
     if stack.dim is None:
-        K = len(places) // stack.here.mesh.shape["pp"]
+        K = len(stack.places) // stack.here.mesh.shape["pp"]
         return lax.dynamic_slice_in_dim(held, lax.axis_index("pp") * K, K)
     return lax.all_to_all(held, "pp", split_axis=0, concat_axis=stack.dim, tiled=True)
