@@ -61,6 +61,7 @@ VARIANTS = {
     "interleaved": {"schedule": "interleaved", "cells": "full"},
     "interleaved-joint": {"schedule": "interleaved", "cells": "joint"},
     "zbh1": {"schedule": "zbh1"},
+    "zbh1-searched": {"schedule": "zbh1", "max_activations": 4},
     "zbv": {"schedule": "zbv"},
     "dualpipev": {"schedule": "dualpipev"},
 }

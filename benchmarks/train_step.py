@@ -120,6 +120,8 @@ WORDS = {
     "light": ["remat.tier=light"],
     "medium": ["remat.tier=medium"],
     "moe": ["remat.tier=full"],
+    "grouped": ["moe.expert_gemm=grouped"],
+    "xla": ["kernels.implementation=xla"],
     "balanced": ["moe.force_balanced=true", "moe.capacity_buckets=[1.0]"],
 }
 """What a word in a variant's name changes. Without `balanced` the router chooses, see BUCKETS."""

@@ -98,7 +98,7 @@ def _tune(cases: list[Case], arguments: argparse.Namespace) -> int:
     obstacle = mosaic_obstacle()
     if obstacle is not None:
         raise ValueError(f"nothing to tune: {obstacle}")
-    effort = QUICK if arguments.small else Effort(calls=8, repeats=7)
+    effort = QUICK if arguments.small else Effort(repeats=7)
     path = arguments.out or tuning_path(device_kind())
     tune(cases, effort, path)
     print(f"wrote {path}")

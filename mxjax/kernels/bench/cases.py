@@ -82,7 +82,7 @@ TILES = tuple(
 )
 ROWS = tuple(
     RowBlocks(rows=rows, stages=stages, per_multiprocessor=blocks)
-    for rows, stages, blocks in ((0, 0, 1), (0, 0, 2), (0, 2, 2), (0, 2, 3), (0, 0, 4), (2, 2, 2))
+    for rows, stages, blocks in ((0, 0, 2), (0, 2, 2), (0, 2, 3), (0, 0, 4))
 )
 TURNS = tuple(
     RopeBlocks(rows=rows, heads=heads, per_multiprocessor=blocks)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
 
 from mxjax.kernels.bench import peers
 from mxjax.kernels.bench.cases import Case, Work
-from mxjax.kernels.bench.timing import Effort, both, random_floats, seconds_per_call
+from mxjax.kernels.bench.timing import Effort, Timing, at_once, both, random_floats
 from mxjax.kernels.implementation import ImplementationError, device_kind
 
 
@@ -51,51 +52,61 @@ def measure(cases: Iterable[Case], effort: Effort, with_peers: bool) -> Iterator
 
     An implementation that cannot run a case here has none.
     """
-    for case in cases:
-        for work, needed in ((FORWARD, case.forward), (BOTH, case.both)):
-            if needed is None:
-                continue
-            for by, seconds in _times(case, work, effort, with_peers):
-                yield Result(
-                    case.op,
-                    case.name,
-                    work,
-                    by,
-                    seconds,
-                    needed.bytes,
-                    needed.flops,
-                    share_of_floor(needed, seconds),
-                )
+    for _, of_op in groupby(cases, lambda case: case.op):
+        wanted = [
+            (case, work, implementation)
+            for case in of_op
+            for work in (FORWARD, BOTH)
+            if needed(case, work)
+            for implementation in case.implementations
+        ]
+        timings = at_once(
+            [partial(timing_of, c, w, effort, implementation=i) for c, w, i in wanted]
+        )
+        rows = zip(wanted, timings, strict=True)
+        for (case, work), of_case in groupby(rows, lambda row: row[0][:2]):
+            for (_, _, by), timing in of_case:
+                if isinstance(timing, ImplementationError):
+                    continue
+                if isinstance(timing, Exception):
+                    raise timing
+                yield _result(case, work, by, timing.seconds())
+            if with_peers and case.peer is not None:
+                least = least_seconds(needed(case, work))
+                found = peers.times(case.peer, case.peer_sizes, work == BOTH, effort, least)
+                for peer, seconds in found:
+                    yield _result(case, work, peer, seconds)
 
 
-def share_of_floor(work: Work, seconds: float) -> float | None:
+def needed(case: Case, work: str) -> Work | None:
+    return case.forward if work == FORWARD else case.both
+
+
+def _result(case: Case, work: str, by: str, seconds: float) -> Result:
+    least, amount = least_seconds(needed(case, work)), needed(case, work)
+    share = None if least is None else least / seconds
+    return Result(case.op, case.name, work, by, seconds, amount.bytes, amount.flops, share)
+
+
+def least_seconds(work: Work) -> float | None:
+    """What the device's ceilings allow; None: they are not known."""
     ceiling = CEILINGS.get(device_kind())
     if ceiling is None:
         return None
-    return max(work.bytes / ceiling.memory, work.flops / ceiling.matmul) / seconds
+    return max(work.bytes / ceiling.memory, work.flops / ceiling.matmul)
 
 
-def _times(case: Case, work: str, effort: Effort, with_peers: bool) -> Iterator[tuple[str, float]]:
-    for implementation in case.implementations:
-        try:
-            seconds = time_of(case, work, effort, implementation=implementation)
-        except ImplementationError:
-            continue
-        yield implementation, seconds
-    if with_peers and case.peer is not None:
-        yield from peers.times(case.peer, case.peer_sizes, work == BOTH, effort)
-
-
-def time_of(case: Case, work: str, effort: Effort, **options: Any) -> float:
-    """Seconds of one pass of a case; `options` are those of its op."""
+def timing_of(case: Case, work: str, effort: Effort, **options: Any) -> Timing:
+    """One pass of a case, compiled; `options` are those of its op."""
     run: Callable[..., Any] = partial(case.run, **options)
     make = case.make or random_floats(case.arguments)
+    least = least_seconds(needed(case, work))
     if work == FORWARD:
-        return seconds_per_call(run, make, effort)
+        return Timing(run, make, effort, least)
     places = case.differentiable or tuple(range(len(case.arguments)))
     d_outs = random_floats(jax.eval_shape(run, *case.arguments))
 
     def with_d_outs(key):
         return d_outs(jax.random.fold_in(key, 1)), *make(key)
 
-    return seconds_per_call(both(run, places), with_d_outs, effort)
+    return Timing(both(run, places), with_d_outs, effort, least)

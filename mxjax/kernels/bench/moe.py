@@ -32,11 +32,14 @@ from mxjax.kernels.row_groups import row_groups, sufficient_rows
 NAMES = {FORWARD: "grouped", INPUT_GRADIENT: "dgrad", WEIGHT_GRADIENT: "wgrad"}
 MATMULS = tuple(
     MatmulBlocks(columns=columns, stages=stages, panel=panel, split_rows=split_rows)
-    for columns, stages in ((256, 4), (128, 6))
-    for panel in (4, 8, 16)
-    for split_rows in (False, True)
+    for columns, stages, panel, split_rows in (
+        *((256, 4, 8, False), (256, 4, 16, False), (256, 4, 4, True), (256, 4, 8, True)),
+        *((256, 4, 16, True), (128, 6, 8, True)),
+    )
 )
-ROWS = tuple(RowBlocks(rows, columns) for rows in (1, 2, 4, 8) for columns in (1024, 2048, 4096))
+ROWS = tuple(
+    RowBlocks(rows, columns) for rows, columns in ((1, 2048), (2, 1024), (4, 1024), (4, 2048))
+)
 
 
 @dataclass(frozen=True)

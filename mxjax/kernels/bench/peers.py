@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     from mxjax.kernels.bench.timing import Effort
 
 EPSILON, RATE = 1e-5, 0.1
+CLOCK = 2e9
+"""Cycles per second, about."""
 
 
 def times(
-    name: str, sizes: tuple[int, ...], with_backward: bool, effort: Effort
+    name: str, sizes: tuple[int, ...], with_backward: bool, effort: Effort, least: float | None
 ) -> Iterator[tuple[str, float]]:
-    """(peer, seconds of one call) of every peer that has the case and can be imported."""
+    """(peer, seconds of one call) of every peer that has the case and can be imported.
+
+    Args:
+      least: seconds that a call takes at least; None: not known.
+    """
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -31,7 +37,7 @@ def times(
     if name in grouped_peers.NAMES:
         peer = grouped_peers.grouped_mm(name, *sizes)
         if peer is not None:
-            yield "torch._grouped_mm", _seconds(*peer, with_backward, effort)
+            yield "torch._grouped_mm", _seconds(*peer, with_backward, effort, least)
         return
     torch._dynamo.reset()
     formula, shapes = _formulas()[name], _shapes(name, sizes)
@@ -41,7 +47,7 @@ def times(
         if liger is not None:
             candidates["Liger"] = liger
     for peer, function in candidates.items():
-        yield peer, _seconds(function, shapes, with_backward, effort)
+        yield peer, _seconds(function, shapes, with_backward, effort, least)
 
 
 def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -152,8 +158,8 @@ def _liger() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _seconds(function, shapes, with_backward: bool, effort: Effort) -> float:
-    """As `timing.seconds_per_call`: the difference of n and 2n calls, several sets of arguments."""
+def _seconds(function, shapes, with_backward: bool, effort: Effort, least: float | None) -> float:
+    """Of one call, with several sets of arguments as in `timing.py`."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,9 +170,8 @@ def _seconds(function, shapes, with_backward: bool, effort: Effort) -> float:
             for shape in shapes
         ]
 
-    size = 2 * sum(math.prod(shape) for shape in shapes)
-    number = max(1, -(-effort.cache_bytes // size)) + (effort.cache_bytes > 0)
-    sets = [tensors() for _ in range(number)]
+    calls = effort.calls(least)
+    sets = [tensors() for _ in range(effort.number_of_sets(2 * sum(map(math.prod, shapes))))]
     d_outs: list = []
 
     def call(arguments):
@@ -178,17 +183,34 @@ def _seconds(function, shapes, with_backward: bool, effort: Effort) -> float:
             d_outs.extend(torch.randn_like(out) for out in outs)
         torch.autograd.grad(outs, arguments, d_outs)
 
-    def run(calls: int) -> float:
-        start = time.perf_counter()
+    def run():
         for i in range(calls):
-            call(sets[i % number])
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+            call(sets[i % len(sets)])
 
-    run(2)
-    medians = [
-        statistics.median(run(calls) for _ in range(effort.repeats))
-        for calls in (effort.calls, 2 * effort.calls)
-    ]
-    return (medians[1] - medians[0]) / effort.calls
+    for _ in range(2):
+        run()
+    timed = _seconds_on_gpu if device == "cuda" else _seconds_of
+    return statistics.median(timed(run) for _ in range(effort.repeats)) / calls
+
+
+def _seconds_of(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _seconds_on_gpu(run: Callable[[], None]) -> float:
+    """Between events on the device, which waits until all work is in its queue: what Python needs
+    to send it off does not count."""
+    import torch
+
+    torch.cuda.synchronize()
+    to_send_off = _seconds_of(run)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2 * to_send_off * CLOCK))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,16 +1,21 @@
 """How long one call of an op takes on the device.
 
-A program makes the call n times, one after the other, and the time of a call is the difference
-between the programs with 2n and n calls, divided by n: what starts a program and waits for it drops
-out, and the queue of the device never runs dry. Calls go round several sets of arguments, which
-together are larger than the L2 cache, so that no call finds its inputs there. Medians over repeats.
+A program makes n calls, one after the other. It is sent off once, and then twice in a row, and the
+time of a call is the difference, divided by n: what starts a program and waits for it drops out,
+and the queue of the device never runs dry. Calls go round several sets of arguments, which together
+are larger than the L2 cache, so that no call finds its inputs there. Medians over repeats.
+
+Programs are compiled ahead, several at once, and timed alone: see `at_once`.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +23,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+FEWEST_CALLS, MOST_CALLS = 4, 64
+
 
 @dataclass(frozen=True)
 class Effort:
     """How thoroughly to measure."""
 
-    calls: int = 16
-    """n."""
+    seconds: float = 4e-3
+    """What n calls would take at the device's ceilings."""
     repeats: int = 15
     cache_bytes: int = 200 * 2**20
     """Sets of arguments are at least so large together: four times an H200's L2."""
 
+    def calls(self, least: float | None) -> int:
+        """n, for calls that take at least so many seconds; None: not known."""
+        if least is None:
+            return FEWEST_CALLS
+        return min(max(math.ceil(self.seconds / least), FEWEST_CALLS), MOST_CALLS)
 
-QUICK = Effort(calls=4, repeats=5, cache_bytes=0)
+    def number_of_sets(self, size: int) -> int:
+        """How many sets of arguments of so many bytes each the calls go round."""
+        return max(1, -(-self.cache_bytes // size)) + (self.cache_bytes > 0)
+
+
+QUICK = Effort(repeats=5, cache_bytes=0)
+
+
+def at_once[T](tasks: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """What each task returns or raises; they run in as many threads as there are CPUs.
+
+    For compiling, which may use the device to try things out. Nothing is to be timed meanwhile.
+    """
+
+    def run(task: Callable[[], T]) -> T | Exception:
+        try:
+            return task()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(run, tasks))
 
 
 def both(run: Callable[..., Any], differentiable: tuple[int, ...]) -> Callable[..., Any]:
@@ -53,20 +86,42 @@ def both(run: Callable[..., Any], differentiable: tuple[int, ...]) -> Callable[.
     return outputs_and_gradients
 
 
-def seconds_per_call(
-    function: Callable[..., Any], make: Callable[[jax.Array], tuple], effort: Effort
-) -> float:
-    """Seconds of one call of `function` with what `make` makes of random keys."""
-    size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(make, _key(0))))
-    number = max(1, -(-effort.cache_bytes // size)) + (effort.cache_bytes > 0)
-    sets = [jax.block_until_ready(make(_key(i))) for i in range(number)]
+class Timing:
+    """A compiled program of calls of `function` with what `make` makes of random keys.
 
-    programs = [
-        jax.jit(chain(function, calls)).lower(sets).compile()
-        for calls in (effort.calls, 2 * effort.calls)
-    ]
-    short, long = _medians(programs, sets, effort.repeats)
-    return (long - short) / effort.calls
+    Args:
+      least: seconds that a call takes at least; None: not known.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        make: Callable[[jax.Array], tuple],
+        effort: Effort,
+        least: float | None,
+    ):
+        self._make, self._repeats, self._calls = make, effort.repeats, effort.calls(least)
+        arguments = jax.eval_shape(make, _key(0))
+        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arguments))
+        self._number = effort.number_of_sets(size)
+        program = jax.jit(chain(function, self._calls))
+        self._program = program.lower([arguments] * self._number).compile()
+
+    def seconds(self) -> float:
+        """Seconds of one call."""
+        sets = [jax.block_until_ready(self._make(_key(i))) for i in range(self._number)]
+        for _ in range(2):
+            jax.block_until_ready(self._program(sets))
+        once, twice = [], []
+        # In turn, so that both see the same state of the machine.
+        for _ in range(self._repeats):
+            for times, seen in ((1, once), (2, twice)):
+                start = time.perf_counter()
+                results = [self._program(sets) for _ in range(times)]
+                jax.block_until_ready(results)
+                seen.append(time.perf_counter() - start)
+                del results
+        return (statistics.median(twice) - statistics.median(once)) / self._calls
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[[list], list]:
@@ -74,6 +129,8 @@ def chain(function: Callable[..., Any], calls: int) -> Callable[[list], list]:
 
     All results are returned: XLA leaves out, or computes in part, what nobody takes.
     """
+    # Lowered once, not once a call.
+    call = jax.jit(function)
 
     def program(sets):
         results = []
@@ -82,24 +139,10 @@ def chain(function: Callable[..., Any], calls: int) -> Callable[[list], list]:
             if results:
                 # Arguments that are there only after the call before: nothing is fused over it.
                 given, results[-1] = lax.optimization_barrier((given, results[-1]))
-            results.append(function(*given))
+            results.append(call(*given))
         return results
 
     return program
-
-
-def _medians(programs: list, sets: list, repeats: int) -> list[float]:
-    """In turn, so that all see the same state of the machine."""
-    for program in programs:
-        jax.block_until_ready(program(sets))
-    times: list[list[float]] = [[] for _ in programs]
-    for _ in range(repeats):
-        for program, seen in zip(programs, times, strict=True):
-            start = time.perf_counter()
-            results = jax.block_until_ready(program(sets))
-            seen.append(time.perf_counter() - start)
-            del results
-    return [statistics.median(seen) for seen in times]
 
 
 def _key(number: int) -> jax.Array:
