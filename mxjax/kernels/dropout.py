@@ -8,6 +8,7 @@ and all implementations agree to the bit.
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from jax import lax
 
 from mxjax.kernels.implementation import Implementation, choose, shape_class, varying_alike
 from mxjax.kernels.mosaic_stream import TileBlocks, map_tiles, tile_obstacle
+from mxjax.kernels.random_bits import random_bits
+from mxjax.kernels.triton_launch import triton_obstacle
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -42,7 +45,7 @@ def bias_dropout_add(
       bias: [F].
       rate: below 1.
       key: ranks that hold different values need different keys. None: no dropout.
-      implementation: `xla` or `mosaic`; None: by configuration and tuning table.
+      implementation: `xla`, `mosaic` or `triton`; None: by configuration and tuning table.
       blocks: of the Mosaic kernel; None: as measured, or its defaults.
 
     Returns:
@@ -56,38 +59,37 @@ def bias_dropout_add(
         "bias_dropout_add",
         implementation,
         shape_class=shape_class(x.dtype, F),
-        obstacles={"mosaic": tile_obstacle(F, x.dtype)},
+        obstacles={"mosaic": tile_obstacle(F, x.dtype), "triton": triton_obstacle()},
     )
     if rate == 0 or key is None:
         # Nothing to draw: XLA fuses plain additions into what is around them.
         return residual + (x if bias is None else x + bias.astype(x.dtype))
-    mosaic = choice.mosaic(blocks, TileBlocks)
+    kernel = choice.kernel(blocks, TileBlocks)
     seed = jax.random.bits(key, (2,), jnp.uint32)
-    return _bias_dropout_add(*varying_alike(x, bias, residual, seed), rate, mosaic)
-
-
-def _mix(word: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words whose output bits each depend on all input bits (the "lowbias32"
-    constants of Wellons 2018)."""
-    word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
-    word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
-    return word ^ (word >> 16)
+    return _bias_dropout_add(*varying_alike(x, bias, residual, seed), rate, kernel)
 
 
 def _kept(value, rate: float, first: jax.Array, second: jax.Array, index: jax.Array):
     """`value` / (1 - rate) where the element of this index is kept, else 0."""
-    bits = _mix(_mix(index ^ first) + second)
+    bits = random_bits(first, second, index)
     return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), value * (1 / (1 - rate)), 0.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _bias_dropout_add(x, bias, residual, seed, rate: float, mosaic: TileBlocks | None):
-    if mosaic is None:
+def _bias_dropout_add(
+    x, bias, residual, seed, rate: float, kernel: TileBlocks | Literal["triton"] | None
+):
+    if kernel is None:
         value = x.astype(jnp.float32)
         if bias is not None:
             value += bias.astype(jnp.float32)
         kept = _kept(value, rate, seed[0], seed[1], _index(x))
         return (residual.astype(jnp.float32) + kept).astype(residual.dtype)
+    if kernel == "triton":
+        from mxjax.kernels import dropout_triton as triton
+
+        rows = (_rows(x)[:, 0], bias, _rows(residual)[:, 0])
+        return triton.forward(*rows, seed, rate).reshape(x.shape)
 
     def tile(value, residual, *rest):
         *biases, first, second, index = rest
@@ -95,21 +97,26 @@ def _bias_dropout_add(x, bias, residual, seed, rate: float, mosaic: TileBlocks |
         return (residual + _kept(value, rate, first, second, index),), ()
 
     rows = [_rows(x), _rows(residual)]
-    (out,), _ = map_tiles(tile, rows, [1], mosaic, bias=_row(bias), seed=seed)
+    (out,), _ = map_tiles(tile, rows, [1], kernel, bias=_row(bias), seed=seed)
     return out.reshape(x.shape)
 
 
-def _forward(x, bias, residual, seed, rate, mosaic):
-    return _bias_dropout_add(x, bias, residual, seed, rate, mosaic), (bias, seed)
+def _forward(x, bias, residual, seed, rate, kernel):
+    return _bias_dropout_add(x, bias, residual, seed, rate, kernel), (bias, seed)
 
 
-def _backward(rate, mosaic, residuals, d_out):
+def _backward(rate, kernel, residuals, d_out):
     bias, seed = residuals
-    if mosaic is None:
+    if kernel is None:
         kept = _kept(d_out.astype(jnp.float32), rate, seed[0], seed[1], _index(d_out))
         d_x, sums = kept.astype(d_out.dtype), None
         if bias is not None:
             sums = [jnp.sum(kept, axis=tuple(range(d_out.ndim - 1)))]
+    elif kernel == "triton":
+        from mxjax.kernels import dropout_triton as triton
+
+        d_x, total = triton.backward(_rows(d_out)[:, 0], seed, rate, has_bias=bias is not None)
+        d_x, sums = d_x.reshape(d_out.shape), [total]
     else:
 
         def tile(d_out, first, second, index):
@@ -117,7 +124,7 @@ def _backward(rate, mosaic, residuals, d_out):
             return (kept,), (kept,) if bias is not None else ()
 
         num_sums = 0 if bias is None else 1
-        (d_x,), sums = map_tiles(tile, [_rows(d_out)], [1], mosaic, num_sums=num_sums, seed=seed)
+        (d_x,), sums = map_tiles(tile, [_rows(d_out)], [1], kernel, num_sums=num_sums, seed=seed)
         d_x = d_x.reshape(d_out.shape)
     return d_x, None if bias is None else sums[0].astype(bias.dtype), d_out, None
 

@@ -7,14 +7,15 @@ kernels beside it. Who calls an op may name one:
 
 A named implementation that cannot run this call raises `ImplementationError`. With None the
 `kernels:` section of the configuration decides, if the caller is inside `selected`; and where that
-says `auto` (or there is none) the tuning table of the device kind, a file of `tuning/`. An op or a
-shape class without an entry there runs `xla`.
+says `auto` (or there is none) the tuning table of the device kind, a file of `tuning/`. A shape
+class without an entry there runs as the nearest one that has one, an op without entries `xla`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ class Choice:
         if self.implementation != "mosaic":
             return None
         return given or kind(**self.blocks)
+
+    def kernel[B](self, given: B | None, kind: type[B]) -> B | Literal["triton"] | None:
+        """As `mosaic`, of an op that has Triton kernels too."""
+        return "triton" if self.implementation == "triton" else self.mosaic(given, kind)
 
 
 _AUTO = KernelsConfig()
@@ -109,10 +114,10 @@ def choose(
       ImplementationError: a named implementation cannot run.
     """
     named = implementation or _selected_for(op)
-    entry = tuning_table(device_kind()).get(op, {}).get(shape_class, {})
+    entry = _measured(op, shape_class)
     if named is None:
         tuned = entry.get("implementation", "xla")
-        # A class holds more shapes than were measured: some may be none that the kernel takes.
+        # More shapes than were measured: some may be none that the kernel takes.
         named = tuned if obstacles.get(tuned) is None else "xla"
     elif named != "xla":
         obstacle = _obstacle(op, named, obstacles)
@@ -143,6 +148,25 @@ def shape_class(dtype: jax.typing.DTypeLike, *sizes: int) -> str:
     """Name of a class of shapes: the dtype, and each size rounded up to a power of two."""
     rounded = (1 << max(size - 1, 0).bit_length() for size in sizes)
     return " ".join([jnp.dtype(dtype).name, *map(str, rounded)])
+
+
+def _measured(op: str, shape_class: str) -> dict:
+    """The table's entry for the class, or for that of the same dtype whose sizes are fewest powers
+    of two away; {}: there is none."""
+    dtype, *sizes = shape_class.split()
+
+    def distance(other: str) -> float:
+        other_dtype, *others = other.split()
+        if other_dtype != dtype or len(others) != len(sizes):
+            return math.inf
+        pairs = zip(map(int, sizes), map(int, others), strict=True)
+        return sum(abs(math.log2(a / b)) for a, b in pairs)
+
+    entries = tuning_table(device_kind()).get(op, {})
+    nearest = min(entries, key=distance, default=None)
+    if nearest is None or distance(nearest) == math.inf:
+        return {}
+    return entries[nearest]
 
 
 @functools.cache
@@ -217,7 +241,11 @@ def varying_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
 def mosaic_kernel(body: Callable[..., None], **options) -> Callable[..., Any]:
     """`plgpu.kernel`, but its results vary over the mesh axes that its operands vary over, which
     JAX 0.11 forgets."""
-    kernel = plgpu.kernel(body, **options)
+    return results_vary_as_operands(plgpu.kernel(body, **options))
+
+
+def results_vary_as_operands(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, whose results have lost over which mesh axes they vary."""
 
     def call(*operands):
         axes = _varying_axes(jax.tree.leaves(operands))

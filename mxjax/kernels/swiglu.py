@@ -10,6 +10,7 @@ Shapes: F inner width.
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from mxjax.kernels.implementation import (
     varying_alike,
 )
 from mxjax.kernels.mosaic_stream import TileBlocks, map_tiles, tile_obstacle
+from mxjax.kernels.triton_launch import triton_obstacle
 
 OP = "swiglu"
 
@@ -42,7 +44,7 @@ def swiglu(
     Args:
       up: gate and up, [..., 2, F].
       bias: b0 and b1, [2, F].
-      implementation: `xla` or `mosaic`; None: by configuration and tuning table.
+      implementation: `xla`, `mosaic` or `triton`; None: by configuration and tuning table.
       blocks: of the Mosaic kernel; None: as measured, or its defaults.
 
     Returns:
@@ -52,10 +54,9 @@ def swiglu(
       ImplementationError: `implementation` cannot run this call.
     """
     F = up.shape[-1]
-    obstacles = {"mosaic": tile_obstacle(F, up.dtype)}
+    obstacles = {"mosaic": tile_obstacle(F, up.dtype), "triton": triton_obstacle()}
     choice = choose(OP, implementation, shape_class=shape_class(up.dtype, F), obstacles=obstacles)
-    mosaic = choice.mosaic(blocks, TileBlocks)
-    return _swiglu(*varying_alike(up, bias), mosaic)
+    return _swiglu(*varying_alike(up, bias), choice.kernel(blocks, TileBlocks))
 
 
 def _branches(up, bias):
@@ -76,30 +77,39 @@ def _gradients(gate, up, d_out):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _swiglu(up, bias, mosaic: TileBlocks | None):
-    if mosaic is None:
+def _swiglu(up, bias, kernel: TileBlocks | Literal["triton"] | None):
+    if kernel is None:
         return _value(*_branches(up, bias)).astype(up.dtype)
+    if kernel == "triton":
+        from mxjax.kernels import swiglu_triton as triton
+
+        return triton.forward(_rows(up, 2), bias).reshape(*up.shape[:-2], up.shape[-1])
 
     def tile(gate, up, *biases):
         if biases:
             gate, up = gate + biases[0], up + biases[1]
         return (_value(gate, up),), ()
 
-    (out,), _ = map_tiles(tile, [_rows(up, 2)], [1], mosaic, bias=bias)
+    (out,), _ = map_tiles(tile, [_rows(up, 2)], [1], kernel, bias=bias)
     return out.reshape(*up.shape[:-2], up.shape[-1])
 
 
-def _forward(up, bias, mosaic):
-    return _swiglu(up, bias, mosaic), (up, bias)
+def _forward(up, bias, kernel):
+    return _swiglu(up, bias, kernel), (up, bias)
 
 
-def _backward(mosaic, residuals, d_out):
+def _backward(kernel, residuals, d_out):
     up, bias = residuals
-    if mosaic is None:
+    if kernel is None:
         d_up = _stacked_gradients(up, bias, d_out).astype(up.dtype)
         if bias is None:
             return d_up, None
         return d_up, sum_of_rows(d_up, up.ndim - 2).astype(bias.dtype)
+    if kernel == "triton":
+        from mxjax.kernels import swiglu_triton as triton
+
+        d_up, d_bias = triton.backward(_rows(up, 2), bias, _rows(d_out, 1)[:, 0])
+        return d_up.reshape(up.shape), None if bias is None else d_bias.astype(bias.dtype)
 
     def tile(gate, up, d_out, *biases):
         if biases:
@@ -109,7 +119,7 @@ def _backward(mosaic, residuals, d_out):
 
     num_sums = 0 if bias is None else 2
     (d_up,), sums = map_tiles(
-        tile, [_rows(up, 2), _rows(d_out, 1)], [2], mosaic, bias=bias, num_sums=num_sums
+        tile, [_rows(up, 2), _rows(d_out, 1)], [2], kernel, bias=bias, num_sums=num_sums
     )
     return d_up.reshape(up.shape), None if bias is None else sums.astype(bias.dtype)
 

@@ -37,17 +37,21 @@ def _matmul(rows: int):
     return both
 
 
-def _move(num_experts: int, rows: int):
+def permute_op(implementation: str):
+    """There and back, as `Case` of `compile_for_h200.py`."""
+    E, T, K, H, _ = LITE
+
     def both(x_TH, experts_TK, weights_TK):
-        plan, _ = plan_row_groups(experts_TK, num_experts, rows, TILE)
+        plan, _ = plan_row_groups(experts_TK, E, sufficient_rows(T * K, E, TILE), TILE)
 
         def there_and_back(x, weights):
-            y = permute(x, plan, implementation="mosaic")
-            return unpermute(y, weights, plan, implementation="mosaic")
+            y = permute(x, plan, implementation=implementation)
+            return unpermute(y, weights, plan, implementation=implementation)
 
         return _with_gradients(there_and_back, x_TH, weights_TK)
 
-    return both
+    shapes = _shape(T, H), _shape(T, K, dtype=jnp.int32), _shape(T, K, dtype=jnp.float32)
+    return "permute", both, shapes, 0
 
 
 ROUTED_TOKENS, ROUTED_EXPERTS = 4096, 256
@@ -73,8 +77,7 @@ def moe_ops():
     rows = sufficient_rows(T * K, E, TILE)
     shapes = _shape(rows, H), _shape(E, dtype=jnp.int32), _shape(E, H, F)
     yield "grouped_matmul", _matmul(rows), shapes, 1
-    shapes = _shape(T, H), _shape(T, K, dtype=jnp.int32), _shape(T, K, dtype=jnp.float32)
-    yield "permute", _move(E, rows), shapes, 0
+    yield permute_op("mosaic")
     fp32, valid = jnp.float32, _shape(ROUTED_TOKENS, dtype=bool)
     shapes = _shape(ROUTED_TOKENS, ROUTED_EXPERTS, dtype=fp32), valid
     yield "route", _route(RULE), (*shapes, _shape(ROUTED_EXPERTS, dtype=fp32)), 1

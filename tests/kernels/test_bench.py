@@ -99,6 +99,10 @@ def test_tuning_decides_what_runs(tmp_path, monkeypatch):
         assert type(fast)(**chosen.blocks) == fast
         # The table speaks of a class of shapes, of which the kernel may not take all.
         assert of_case(obstacles={"mosaic": "the width is odd"}) == Choice("xla")
+        # Not measured: as the nearest class, of the same dtype.
+        dtype, width = case.shape_class.split()
+        wider = choose("rms_norm", None, shape_class=f"{dtype} {8 * int(width)}", obstacles={})
+        assert wider == chosen
         other = choose("rms_norm", None, shape_class="float32 8", obstacles={"mosaic": None})
         assert other == Choice("xla")
     finally:
