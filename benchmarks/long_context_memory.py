@@ -63,7 +63,7 @@ def temporary_bytes(config_file: Path, layout: dict, overrides: list[str]) -> in
     config = load_config(config_file, ["parallel.dp=1", *settings])
     num_devices = config.parallel.cp * config.parallel.sp * config.parallel.tp
     programs = Programs(config, build_mesh(config.parallel, jax.devices()[:num_devices]))
-    step = programs.step(float("inf"))
+    step = programs.step_program(float("inf"))
     programs.close()
     return step.memory_analysis().temp_size_in_bytes
 

@@ -154,14 +154,15 @@ class RematConfig:
     `mla_up_proj` keep all named tensors but the outputs of that module."""
     tier: Tier | None = None
     """Of MoE layers: what they compute again besides. `light`: activation functions, permutation,
-    router; `medium`: also the experts' second matrix product and the shared expert; `full`: all of
+    router; `medium`: also the experts' first matrix product and the shared expert; `full`: all of
     the MoE part but the choice of experts."""
     save: tuple[str, ...] = ()
     """Tensors by name (or modules: `norm`, ...) that are kept whatever the keys above say."""
     recompute: tuple[str, ...] = ()
     """Tensors by name (or modules) that are computed again."""
     offload: tuple[str, ...] = ()
-    """Tensors by name (or modules) that wait in the host's memory."""
+    """Tensors by name (or modules) that wait in the host's memory; in a pipeline those of the first
+    half of its stages, while the others keep them on the device: `rules` can say otherwise."""
     rules: tuple[RematRule, ...] = ()
     """Other choices for some pipeline stages, layers or groups of layers."""
     mode: Literal["manual", "save_memory"] = "manual"
@@ -239,6 +240,9 @@ class OptimizerConfig:
     """Parameters with one of these words in their path are not decayed."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    moments_dtype: Literal["float32", "bfloat16"] | None = None
+    """What moments are kept in; they are computed in fp32. `bfloat16` halves their memory, and is
+    rounded stochastically. null: `training.param_dtype`."""
     offload: bool = False
     """Keep moments in the host's memory; they are on the device only while they are updated."""
 

@@ -126,6 +126,25 @@ class Objective:
         parameters), statistics. To be called under `jit` with global arrays."""
         return self._shard(self._loss_and_gradients, (self.param_specs, REPLICATED))
 
+    def copies(self, params: Params) -> Params:
+        """Of the master weights in the dtype that layers compute with; None where that is theirs.
+
+        With ZeRO-3 there are none: each rank casts its few shards as it gathers them, and their
+        gradients come back in fp32.
+        """
+
+        def copy(plan, master, info):
+            dtype = plan.leaf(info).compute_dtype
+            if master.dtype == dtype or self.config.parallel.zero_stage == 3:
+                return None
+            return master.astype(dtype)
+
+        infos = self.model.infos
+        return {
+            name: jax.tree.map(partial(copy, self.zero[name]), tree, infos[name])
+            for name, tree in params.items()
+        }
+
     def evaluate(self) -> Callable[..., tuple[BatchStatistics, dict[str, jax.Array]]]:
         """(params, expert_bias_LE, batch, key) -> statistics without dropout, and for each layer
         group a bool per layer: all its output is finite."""

@@ -7,6 +7,7 @@ the step, so that schedules follow the steps of the run even when updates were s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 from optax import contrib
 
 from mxjax.config.schema import OptimizerConfig
+from mxjax.kernels.random_bits import mix, round_stochastically
 from mxjax.sharding.rules import ParamInfo
 
 MATRIX_DIMS = {"heads", "kv_heads", "head_dim", "ffn", "expert_ffn", "latent_out", "joined"}
@@ -61,7 +63,46 @@ def build_optimizer(
     # Added to the finished update, which has its minus sign already: the same decoupled decay for
     # all. Muon's own would decay all that it leaves to AdamW, SGD's would gather in the momentum.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=decayed)
-    return optax.chain(_without_decay(config, infos, filled or {}), decay)
+    optimizer = optax.chain(_without_decay(config, infos, filled or {}), decay)
+
+    def init(params):
+        # Factors of Adafactor are small; all other arrays of real numbers here are moments.
+        state = optimizer.init(params)
+        return _cast(state, config.moments_dtype) if config.moments_dtype else state
+
+    return optax.GradientTransformation(init, optimizer.update)
+
+
+def update_moments(
+    optimizer: optax.GradientTransformation, grads, state, params, step: jax.Array
+) -> tuple[Any, Any]:
+    """`optimizer.update` in fp32, whatever dtype the state is kept in: updates, new state.
+
+    To bf16 it is rounded stochastically. A second moment that loses 0.1 % a step (`beta2` 0.999)
+    would never fall if it were rounded to the nearest: neighbours are 0.4 to 0.8 % apart.
+    """
+    updates, new = optimizer.update(grads, _cast(state, jnp.float32), params)
+    olds, tree = jax.tree.flatten(state)
+    stored = [
+        _stored(leaf, old.dtype, step, number)
+        for number, (leaf, old) in enumerate(zip(jax.tree.leaves(new), olds, strict=True))
+    ]
+    return updates, tree.unflatten(stored)
+
+
+def _stored(leaf: jax.Array, dtype: jnp.dtype, step: jax.Array, number: int) -> jax.Array:
+    if dtype != jnp.bfloat16:
+        return leaf.astype(dtype)
+    return round_stochastically(leaf, mix(step.astype(jnp.uint32)), mix(jnp.uint32(number)))
+
+
+def _cast(state, dtype):
+    """Its real numbers in `dtype`."""
+
+    def cast(leaf):
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, state)
 
 
 def _without_decay(

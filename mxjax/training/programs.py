@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
+from mxjax.models.parts import Params
 from mxjax.sharding.context_parallel import sequence_order
 from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
 from mxjax.training.layer_order import LayerOrder
 from mxjax.training.optimizer import build_optimizer
 from mxjax.training.pipelined import build_objective
 from mxjax.training.state import TrainState, initial_state, state_shardings
-from mxjax.training.step import build_step, build_update, step_key
+from mxjax.training.step import StepResult, build_step, build_update, step_key, with_copies
 
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """No atomics in scatter or reduction, and no choice of kernel by stopwatch."""
@@ -53,6 +55,7 @@ class Programs:
         )
         self.layer_order = LayerOrder(self.objective, self.abstract_state)
         """To and from the form of the state that checkpoints have."""
+        self._copies = Copies(self.objective, self.abstract_state)
         self._compiled: dict[tuple[str, float], Future] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
 
@@ -81,6 +84,17 @@ class Programs:
 
     def step(self, capacity_factor: float) -> Callable:
         """(state, batch) -> (state, StepResult); the state's buffers are given up."""
+        program = self.step_program(capacity_factor)
+
+        def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, StepResult]:
+            state, result, copies = program(state, batch, self._copies.of(state))
+            self._copies.keep(state, copies)
+            return state, result
+
+        return step
+
+    def step_program(self, capacity_factor: float) -> Any:
+        """What `step` calls, see `build_step`; a compiled program, unless the step has many."""
         return self._submit("step", capacity_factor, self._compile_step).result()
 
     def evaluation(self, capacity_factor: float) -> Callable:
@@ -120,18 +134,25 @@ class Programs:
     def _stagewise_step(self, capacity_factor: float) -> Callable:
         """A step whose programs are compiled as they are first needed."""
         gradients = self._objective(capacity_factor).stagewise(self._compiler_options())
-        update = jax.jit(
-            build_update(self.config, self.optimizer, capacity_factor),
-            out_shardings=(self.shardings, self.replicated),
-            donate_argnums=(0, 1),
-        )
+        update = build_update(self.config, self.optimizer, capacity_factor)
+
+        @partial(jax.jit, out_shardings=self._step_shardings, donate_argnums=(0, 1))
+        def finish(state, grads, stats):
+            state, result = update(state, grads, stats)
+            return state, result, self.objective.copies(state.params)
+
         key_of = jax.jit(partial(step_key, self.config.training.seed))
 
-        def step(state: TrainState, batch: dict[str, jax.Array]):
+        def step(state: TrainState, batch: dict[str, jax.Array], copies: Params):
+            weights = with_copies(state.params, copies)
             key = key_of(state.step)
-            return update(state, *gradients(state.params, state.expert_bias, batch, key))
+            return finish(state, *gradients(weights, state.expert_bias, batch, key))
 
         return step
+
+    @property
+    def _step_shardings(self) -> tuple:
+        return self.shardings, self.replicated, self._copies.shardings
 
     def _compile_step(self, capacity_factor: float) -> Any:
         if self.is_stagewise:
@@ -139,8 +160,9 @@ class Programs:
         step = build_step(
             self.config, self._objective(capacity_factor), self.optimizer, capacity_factor
         )
-        jitted = jax.jit(step, out_shardings=(self.shardings, self.replicated), donate_argnums=0)
-        return self._compile(jitted.lower(self.abstract_state, self.abstract_batch()))
+        jitted = jax.jit(step, out_shardings=self._step_shardings, donate_argnums=(0, 2))
+        lowered = jitted.lower(self.abstract_state, self.abstract_batch(), self._copies.abstract)
+        return self._compile(lowered)
 
     def _compile_evaluation(self, capacity_factor: float) -> Any:
         evaluate = jax.jit(self._objective(capacity_factor).evaluate())
@@ -156,3 +178,38 @@ class Programs:
         if self.config.training.deterministic and jax.default_backend() == "gpu":
             return DETERMINISTIC_GPU_OPTIONS
         return {}
+
+
+class Copies:
+    """`Objective.copies`, from step to step. They are no part of the state, which they follow from:
+    they are made anew for a state that no step of this run has returned.
+
+    Attributes:
+      abstract, shardings: of all leaves.
+    """
+
+    def __init__(self, objective: Objective, abstract_state: TrainState):
+        def placed(leaf, copy):
+            if copy is None:
+                return None
+            return jax.ShapeDtypeStruct(copy.shape, copy.dtype, sharding=leaf.sharding)
+
+        params = abstract_state.params
+        shapes = jax.eval_shape(objective.copies, params)
+        self.abstract: Params = jax.tree.map(placed, params, shapes)
+        self.shardings: Params = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        self._make = jax.jit(objective.copies, out_shardings=self.shardings)
+        self._kept: Params | None = None
+        self._kept_for: Callable[[], TrainState | None] = lambda: None
+
+    def of(self, state: TrainState) -> Params:
+        """Those of this state; the caller's, who may give up their buffers."""
+        kept, self._kept = self._kept, None
+        if kept is not None and self._kept_for() is state:
+            return kept
+        del kept  # before others take as much memory
+        return self._make(state.params)
+
+    def keep(self, state: TrainState, copies: Params) -> None:
+        """For the next step, which starts from this state."""
+        self._kept, self._kept_for = copies, weakref.ref(state)

@@ -13,7 +13,7 @@ from mxjax.config.schema import Config
 from mxjax.models.parts import Params
 from mxjax.moe.balance import load_factor, updated_bias
 from mxjax.training.gradients import Batch, BatchStatistics, Objective
-from mxjax.training.optimizer import global_norm, learning_rate
+from mxjax.training.optimizer import global_norm, learning_rate, update_moments
 from mxjax.training.state import TrainState
 
 
@@ -44,8 +44,11 @@ def build_step(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     capacity_factor: float,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepResult]]:
-    """The step function, to be jitted.
+) -> Callable[[TrainState, Batch, Params], tuple[TrainState, StepResult, Params]]:
+    """The step function, to be jitted: (state, batch, copies) -> new state, result, new copies.
+
+    `copies` are `objective.copies(state.params)`. The update writes those of the next step in the
+    pass in which it writes the master weights, which nothing has to read to cast them then.
 
     A step is *rejected* (state unchanged but `halted`) when a buffer overflowed, when the loss or
     gradient is not finite under `nonfinite: stop`, or when the state came in halted. Under
@@ -54,11 +57,18 @@ def build_step(
     loss_and_gradients = objective.loss_and_gradients()
     update = build_update(config, optimizer, capacity_factor)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResult]:
+    def step(state: TrainState, batch: Batch, copies: Params):
         key = step_key(config.training.seed, state.step)
-        return update(state, *loss_and_gradients(state.params, state.expert_bias, batch, key))
+        weights = with_copies(state.params, copies)
+        state, result = update(state, *loss_and_gradients(weights, state.expert_bias, batch, key))
+        return state, result, objective.copies(state.params)
 
     return step
+
+
+def with_copies(params: Params, copies: Params) -> Params:
+    """What the gradients are computed with: `Objective.copies`, where there are some."""
+    return jax.tree.map(lambda master, copy: master if copy is None else copy, params, copies)
 
 
 def build_update(
@@ -122,8 +132,7 @@ def _update(config: Config, optimizer, state: TrainState, grads, grad_norm, lr, 
     scale = jnp.minimum(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
     dtype = jnp.promote_types(config.training.param_dtype, jnp.float32)
     grads = jax.tree.map(lambda g: g.astype(dtype) * scale, grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
+    updates, opt_state = update_moments(optimizer, grads, state.opt_state, state.params, state.step)
     params = jax.tree.map(
         lambda p, u: (p.astype(dtype) + lr * u).astype(p.dtype), state.params, updates
     )

@@ -104,6 +104,21 @@ def test_moments_are_those_that_torch_had(name):
     assert not expected
 
 
+def test_moments_may_be_kept_in_bf16_and_go_back_as_fp32(tmp_path):
+    """Rounded when they come in, as they are when they go out."""
+    name = next(name for name in CONTINUED if "dense" in name)
+    run, out, again = (tmp_path / folder for folder in ("run", "out", "again"))
+    import_megatron(MEGATRON / name, run, ["optimizer.moments_dtype=bfloat16"], progress=False)
+    export_megatron(run, out, MegatronTarget("torch_dist"), progress=False)
+    import_megatron(out, again, ["model.vocab_size=32"], progress=False)  # without padding
+    kept, returned = state(run), state(again)
+    moments = [name for name in kept if ".mu." in name or ".nu." in name]
+    assert moments
+    for name in moments:
+        assert (kept[name].dtype, returned[name].dtype) == ("bfloat16", "float32")
+        np.testing.assert_array_equal(kept[name].astype(np.float32), returned[name], name)
+
+
 # -- flat buffers of any grid ---------------------------------------------------------------------
 
 

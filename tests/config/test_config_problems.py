@@ -131,6 +131,7 @@ BAD = [
     ({"optimizer.schedule": "wsd", "optimizer.decay_steps": "0"}, "optimizer.decay_steps", "0", ["raise it"]),
     ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": "10", "optimizer.decay_steps": "991"}, "optimizer.decay_steps", "991", ["training.num_steps (1000)", "lower one"]),
     ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": "901"}, "optimizer.decay_steps", "null", ["a decay of 100", "lower one"]),
+    ({"optimizer.name": "adafactor", "optimizer.moments_dtype": "bfloat16"}, "optimizer.moments_dtype", '"bfloat16"', ["adafactor", "remove it"]),
     # data, checkpoints, log
     ({"data.source": "text"}, "data.paths", "[]", ["name files, folders or globs"]),
     ({"data.paths": "[x]"}, "data.paths", '["x"]', ["synthetic", "set data.source"]),

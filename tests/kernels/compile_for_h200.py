@@ -1,7 +1,8 @@
 """Compile the kernels of `mxjax.kernels` for H200 GPUs, on a machine without a GPU.
 
-`python -m tests.kernels.compile_for_h200 programs.json`, in a process of its own: it needs the CUDA
-compiler of `jax-cuda13-pjrt` on the path, which other tests must not find. Writes {name: program}.
+`python -m tests.kernels.compile_for_h200 programs.json mosaic optimizer`, in a process of its own:
+it needs the CUDA compiler of `jax-cuda13-pjrt` on the path, which other tests must not find. Writes
+{name: program} of the kernels of an implementation, and of the update of a training step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mxjax.config.schema import Config, OptimizerConfig, TrainingConfig
+from mxjax.training.gradients import BatchStatistics
+from mxjax.training.optimizer import build_optimizer
+from mxjax.training.state import TrainState
+from mxjax.training.step import build_update
 from tests.kernels.fused_ops import OPS, value_and_gradients
-from tests.kernels.moe_ops import moe_ops
+from tests.kernels.moe_ops import moe_ops, permute_op
 
 TARGET = Path(__file__).parents[2] / "mxjax" / "training" / "targets" / "h200.textproto"
 
@@ -28,33 +34,73 @@ Case = tuple[str, Callable, tuple[jax.ShapeDtypeStruct, ...], int]
 others differing (a `shard_map` with `check_vma` splits their first dim)."""
 
 
-def fused_ops() -> list[Case]:
-    """Forward and backward of each op, recomputed, with the blocks it has by default."""
+def fused_op(name: str, implementation: str) -> Case:
+    """Forward and backward, recomputed, with the blocks that there are by default."""
+    op = OPS[name]
 
-    def both(op, *arguments):
-        run = jax.checkpoint(partial(op.run, implementation="mosaic"))
+    def both(*arguments):
+        run = jax.checkpoint(partial(op.run, implementation=implementation))
         return value_and_gradients(run, arguments)
 
-    def case(name, op):
-        shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in op.shapes)
-        return name, partial(both, op), shapes, op.weights
-
-    # The rest is made of the same parts.
-    names = ("swiglu", "add_layer_norm", "bias_dropout_add", "rope_pairs_partial")
-    return [case(name, OPS[name]) for name in names]
+    shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in op.shapes)
+    return name, both, shapes, op.weights
 
 
-CASES: list[Case] = [*fused_ops(), *moe_ops()]
+def cases(implementation: str) -> list[Case]:
+    if implementation == "triton":
+        return [fused_op(name, "triton") for name in TRITON_OPS] + [permute_op("triton")]
+    return [fused_op(name, "mosaic") for name in MOSAIC_OPS] + [*moe_ops()]
 
 
-def main(path: str) -> None:
+MOSAIC_OPS = ("swiglu", "add_layer_norm", "bias_dropout_add", "rope_pairs_partial")
+"""The rest is made of the same parts."""
+TRITON_OPS = ("swiglu", "bias_swiglu", "bias_dropout_add")
+
+
+def optimizer_update(mesh: Mesh) -> str:
+    """AdamW with clipping on an fp32 matrix with bf16 moments and a bf16 copy, for one GPU."""
+    training = TrainingConfig(num_steps=10, compute_dtype="bfloat16")
+    config = Config(training=training, optimizer=OptimizerConfig(moments_dtype="bfloat16"))
+    optimizer = build_optimizer(config.optimizer, {})
+    update = build_update(config, optimizer, capacity_factor=1.0)
+
+    def step(state, grads, stats):
+        state, result = update(state, grads, stats)
+        return state, result, state.params["w"].astype(jnp.bfloat16)
+
+    def arguments():
+        w, number = jnp.zeros((1024, 512)), jnp.float32(0)
+        moments = optimizer.init({"w": w})
+        state = TrainState(jnp.int32(0), {"w": w}, moments, None, jnp.bool(False))
+        stats = BatchStatistics(number, number, number, number, None, number)
+        return state, {"w": w.astype(jnp.bfloat16)}, stats
+
+    def placed(leaf):
+        sharding = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(placed, jax.eval_shape(arguments))
+    return jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
+
+
+def main(path: str, *names: str) -> None:
     topology = topologies.get_topology_desc(
         "h200", platform="cuda", target_config=TARGET.read_text(), topology="1x1x2"
     )
-    mesh = Mesh(np.array(topology.devices), ("gpu",))
+    programs = {}
+    for name in names:
+        if name == "optimizer":
+            programs[name] = optimizer_update(Mesh(np.array(topology.devices[:1]), ("gpu",)))
+        else:
+            programs |= compiled(cases(name), Mesh(np.array(topology.devices), ("gpu",)))
+    Path(path).write_text(json.dumps(programs))
+
+
+def compiled(cases: list[Case], mesh: Mesh) -> dict[str, str]:
+    """The program of each, for two GPUs."""
     split, alike = PartitionSpec("gpu"), PartitionSpec()
     programs = {}
-    for name, function, shapes, num_alike in CASES:
+    for name, function, shapes, num_alike in cases:
         specs = [split] * (len(shapes) - num_alike) + [alike] * num_alike
         arguments = []
         for shape, spec in zip(shapes, specs, strict=True):
@@ -67,7 +113,7 @@ def main(path: str) -> None:
         )[None]
         mapped = jax.shard_map(total, mesh=mesh, in_specs=tuple(specs), out_specs=split)
         programs[name] = jax.jit(mapped).lower(*arguments).compile().as_text()
-    Path(path).write_text(json.dumps(programs))
+    return programs
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Each fused op, by each implementation, against a plain formula in fp32 and its gradients."""
 
-import json
-import os
-import subprocess
 import sys
 from functools import partial
 
@@ -12,9 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from mxjax.kernels import triton_launch
 from mxjax.kernels.dropout import bias_dropout_add
+from mxjax.kernels.gelu import gelu
 from mxjax.kernels.implementation import ImplementationError, interpreted
 from mxjax.kernels.norm import rms_norm
+from mxjax.kernels.permute import permute, plan_permute, unpermute
 from mxjax.kernels.swiglu import swiglu
 from tests.kernels.fused_ops import OPS, RATE, value_and_gradients
 
@@ -105,25 +105,27 @@ def test_a_named_implementation_that_cannot_run_is_refused():
     up, x = jnp.ones((3, 2, 136)), jnp.ones((3, 136))
     with pytest.raises(ImplementationError, match=r"swiglu: .*'mosaic'.*Hopper GPUs.*'cpu'.*'xla'"):
         swiglu(up, implementation="mosaic")
-    with pytest.raises(
-        ImplementationError, match=r"'triton'.*there is none; swiglu has xla, mosaic"
-    ):
-        swiglu(up, implementation="triton")
+    with pytest.raises(ImplementationError, match=r"'triton'.*there is none; gelu has xla, mosaic"):
+        gelu(x, implementation="triton")
     with interpreted(), pytest.raises(ImplementationError, match="width 136 is no multiple of 128"):
         rms_norm(x, x[0], 1e-5, implementation="mosaic")
 
 
-def test_kernels_compile_for_h200_without_multicast(cuda_compiler, tmp_path):
-    """Forward and backward, recomputed, on two GPUs, types checked; nothing that uses NVLink
-    multicast, which can take a shared host's GPUs down."""
-    path = tmp_path / "programs.json"
-    environment = os.environ | {
-        "PYTHONPATH": f"{cuda_compiler}{os.pathsep}.",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it finds no CUDA libraries
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    """Other ops, other devices, and where the package that brings it is not there."""
+    x, key = jnp.ones((3, 136)), jax.random.key(0)
+    plan = plan_permute(jnp.zeros((3, 1), jnp.int32), num_groups=1, capacity=3)
+    calls = {
+        "swiglu": lambda **named: swiglu(jnp.ones((3, 2, 136)), **named),
+        "bias_dropout_add": lambda **named: bias_dropout_add(x, None, x, RATE, key, **named),
+        "permute": lambda **named: permute(x, plan, **named),
+        "unpermute": lambda **named: unpermute(x[None], jnp.ones((3, 1)), plan, **named),
     }
-    command = [sys.executable, "-m", "tests.kernels.compile_for_h200", path]
-    subprocess.run(command, env=environment, check=True)
-    for name, program in json.loads(path.read_text()).items():
-        assert 'custom_call_target="mosaic_gpu' in program, name
-        assert "multimem" not in program, name
+    reasons = {"for NVIDIA GPUs and this is 'cpu'": None, "jax-triton is not installed": "NVIDIA"}
+    for reason, device in reasons.items():
+        if device:
+            monkeypatch.setattr(triton_launch, "device_kind", lambda device=device: device)
+            monkeypatch.setitem(sys.modules, "jax_triton", None)
+        for op, call in calls.items():
+            with pytest.raises(ImplementationError, match=f"{op}: .*'triton'.*{reason}"):
+                call(implementation="triton")

@@ -59,7 +59,8 @@ def test_a_step_of_deepseek_v3_can_be_traced():
     made = programs("deepseek_v3")
     started = time.perf_counter()
     step = build_step(made.config, made.objective, made.optimizer, float("inf"))
-    state, result = jax.eval_shape(step, made.abstract_state, made.abstract_batch())
+    copies = jax.eval_shape(made.objective.copies, made.abstract_state.params)
+    state, result, _ = jax.eval_shape(step, made.abstract_state, made.abstract_batch(), copies)
     assert time.perf_counter() - started < 60
     assert jax.tree.map(lambda a: a.shape, state) == jax.tree.map(
         lambda a: a.shape, made.abstract_state

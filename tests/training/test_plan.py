@@ -146,7 +146,8 @@ def test_classes_add_up(small_config, plan_of):
 
 def test_compute_copies_and_accumulators_by_zero_stage(small_config, mesh_of):
     """dp 2, bf16 compute, 4 bytes a stored element. Accumulators of several microbatches are fp32;
-    they and the copies are whole until ZeRO splits them."""
+    they and the copies are whole until ZeRO splits them. Beside gathered copies the rank's own part
+    stays from step to step."""
     sizes = {}
     for stage in range(4):
         config = small_config(
@@ -158,7 +159,7 @@ def test_compute_copies_and_accumulators_by_zero_stage(small_config, mesh_of):
         copies = weights_for_compute(programs.objective, programs.abstract_state.params)
         count = elements(programs.objective.model.infos)
         sizes[stage] = (copies / count, gradient_bytes(programs) / count)
-    assert [sizes[stage] for stage in range(3)] == [(2, 4), (2, 4), (2, 2)]
+    assert [sizes[stage] for stage in range(3)] == [(2, 4), (3, 4), (3, 2)]
     assert sizes[3][0] < 2
     assert sizes[3][1] == 2
 

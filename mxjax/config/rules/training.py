@@ -84,6 +84,16 @@ def wsd_fits_in_the_run(c: Config) -> Findings:
         )
 
 
+@rule
+def moments_dtype_has_moments(c: Config) -> Findings:
+    if c.optimizer.name == "adafactor" and c.optimizer.moments_dtype is not None:
+        yield (
+            "optimizer.moments_dtype",
+            "does nothing with optimizer.name: adafactor, which keeps small factors in place of "
+            "moments; remove it or use another optimizer",
+        )
+
+
 # Checkpoints, log, run directory
 
 
