@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,10 @@ from mxjax.kernels.implementation import (
     varying_alike,
 )
 from mxjax.kernels.row_groups import RowGroups, row_groups
+from mxjax.kernels.triton_launch import triton_obstacle
+
+Kernel = mosaic.RowBlocks | Literal["triton"] | None
+"""What runs a call: the Mosaic kernels with these blocks, the Triton kernels, or plain JAX."""
 
 
 @jax.tree_util.register_dataclass
@@ -108,13 +113,13 @@ def permute(
         multiples of 128.
       blocks: of the kernels; None: as measured, or their defaults.
     """
-    blocks = _choose("permute", implementation, x_TH.dtype, plan, x_TH.shape[1], blocks)
-    return _permute(*_alike(plan, x_TH), blocks)
+    kernel = _choose("permute", implementation, x_TH.dtype, plan, x_TH.shape[1], blocks)
+    return _permute(*_alike(plan, x_TH), kernel)
 
 
 def unpermute(
     y: jax.Array,
-    weights_TK: jax.Array,
+    weights_TK: jax.Array | None,
     plan: PermutePlan,
     *,
     implementation: Implementation | None = None,
@@ -122,15 +127,22 @@ def unpermute(
 ) -> jax.Array:
     """Weighted sum over each row's places, [T, H]: out[t] = sum_k weights[t, k] y[place[t, k]].
 
-    Differentiable in `y`, [*P, H], and `weights_TK` (fp32); sums in fp32. Implementations as for
+    Differentiable in `y`, [*P, H], and `weights_TK` (fp32; None: 1); sums in fp32. The gradient of
+    the weights needs `y`, without weights nothing but the plan is kept. Implementations as for
     `permute`.
     """
-    blocks = _choose("unpermute", implementation, y.dtype, plan, y.shape[-1], blocks)
-    return _unpermute(*_alike(plan, y, weights_TK), blocks)
+    kernel = _choose("unpermute", implementation, y.dtype, plan, y.shape[-1], blocks)
+    if weights_TK is None:
+        return _sum_places(*_alike(plan, y), kernel)
+    return _unpermute(*_alike(plan, y, weights_TK), kernel)
 
 
-def _choose(op, implementation, dtype, plan: PermutePlan, width: int, blocks):
-    """Blocks of the kernel, or None for plain JAX."""
+def weights_of_places(weights_TK: jax.Array, plan: PermutePlan) -> jax.Array:
+    """Weight of the choice in each place, [*P]; 0 in empty places. Differentiable."""
+    return _place_weights(*_alike(plan, weights_TK))
+
+
+def _choose(op, implementation, dtype, plan: PermutePlan, width: int, blocks) -> Kernel:
     obstacle = mosaic_obstacle()
     if width % mosaic.WARPGROUP:
         obstacle = f"the width {width} is no multiple of {mosaic.WARPGROUP}"
@@ -139,9 +151,9 @@ def _choose(op, implementation, dtype, plan: PermutePlan, width: int, blocks):
         op,
         implementation,
         shape_class=shape_class(dtype, T, K, P, width),
-        obstacles={"mosaic": obstacle},
+        obstacles={"mosaic": obstacle, "triton": triton_obstacle()},
     )
-    return choice.mosaic(blocks, mosaic.RowBlocks)
+    return choice.kernel(blocks, mosaic.RowBlocks)
 
 
 def _alike(plan: PermutePlan, *arrays):
@@ -150,49 +162,53 @@ def _alike(plan: PermutePlan, *arrays):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _permute(plan, x_TH, blocks):
+def _permute(plan, x_TH, kernel: Kernel):
     K = plan.place_TK.shape[1]
-    if blocks is not None:
-        source_P = plan.source.reshape(-1)
-        out_PH = mosaic.permute(x_TH, source_P, plan.starts_G1[-1], K, blocks)
+    if kernel is not None:
+        operands = (x_TH, plan.source.reshape(-1), plan.starts_G1[-1], K)
+        if kernel == "triton":
+            from mxjax.kernels import permute_triton as triton
+
+            out_PH = triton.permute(*operands)
+        else:
+            out_PH = mosaic.permute(*operands, kernel)
         return out_PH.reshape(*plan.source.shape, -1)
     return _rows(x_TH, plan.source // K)
 
 
-def _permute_fwd(plan, x_TH, blocks):
-    return _permute(plan, x_TH, blocks), plan
+def _permute_fwd(plan, x_TH, kernel):
+    return _permute(plan, x_TH, kernel), plan
 
 
-def _permute_bwd(blocks, plan, grad):
-    return None, _combine(grad, None, plan, blocks)
+def _permute_bwd(kernel, plan, grad):
+    return None, _combine(grad, None, plan, kernel)
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _unpermute(plan, y, weights_TK, blocks):
-    return _combine(y, weights_TK, plan, blocks)
+def _unpermute(plan, y, weights_TK, kernel):
+    return _combine(y, weights_TK, plan, kernel)
 
 
-def _unpermute_fwd(plan, y, weights_TK, blocks):
-    return _combine(y, weights_TK, plan, blocks), (plan, y, weights_TK)
+def _unpermute_fwd(plan, y, weights_TK, kernel):
+    return _combine(y, weights_TK, plan, kernel), (plan, y, weights_TK)
 
 
-def _unpermute_bwd(blocks, residuals, grad_TH):
+def _unpermute_bwd(kernel, residuals, grad_TH):
     plan, y, weights_TK = residuals
     K = weights_TK.shape[1]
-    if blocks is not None:
-        y_PH = y.reshape(-1, y.shape[-1])
-        d_y, d_weights = mosaic.combine_gradient(
-            y_PH,
-            plan.place_TK,
-            weights_TK,
-            grad_TH,
-            plan.starts_G1,
-            plan.counts_G,
-            blocks,
-        )
+    if kernel is not None:
+        operands = (y.reshape(-1, y.shape[-1]), plan.place_TK, weights_TK, grad_TH)
+        if kernel == "triton":
+            from mxjax.kernels import permute_triton as triton
+
+            places = plan.source.reshape(-1), plan.starts_G1[-1]
+            d_y, d_weights = triton.combine_gradient(*operands, *places)
+        else:
+            places = plan.starts_G1, plan.counts_G
+            d_y, d_weights = mosaic.combine_gradient(*operands, *places, kernel)
         return None, d_y.reshape(y.shape), d_weights.reshape(weights_TK.shape)
     grad = _rows(grad_TH, plan.source // K).astype(jnp.float32)
     weight = _rows(weights_TK.reshape(-1), plan.source)
@@ -205,16 +221,52 @@ def _unpermute_bwd(blocks, residuals, grad_TH):
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_places(plan, y, kernel):
+    return _combine(y, None, plan, kernel)
+
+
+def _sum_places_fwd(plan, y, kernel):
+    return _sum_places(plan, y, kernel), plan
+
+
+def _sum_places_bwd(kernel, plan, grad_TH):
+    return None, _permute(plan, grad_TH, kernel)
+
+
+_sum_places.defvjp(_sum_places_fwd, _sum_places_bwd)
+
+
+@jax.custom_vjp
+def _place_weights(plan, weights_TK):
+    return _rows(weights_TK.reshape(-1), plan.source)
+
+
+def _place_weights_fwd(plan, weights_TK):
+    return _place_weights(plan, weights_TK), plan
+
+
+def _place_weights_bwd(plan, grad):
+    return None, _rows(grad.reshape(-1), plan.place_TK)
+
+
+_place_weights.defvjp(_place_weights_fwd, _place_weights_bwd)
+
+
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index] with zeros where the index is past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-def _combine(y, weights_TK, plan: PermutePlan, blocks: mosaic.RowBlocks | None) -> jax.Array:
+def _combine(y, weights_TK, plan: PermutePlan, kernel: Kernel) -> jax.Array:
     """`unpermute`; without weights they are 1."""
     y_PH = y.reshape(-1, y.shape[-1])
-    if blocks is not None:
-        return mosaic.combine(y_PH, plan.place_TK, weights_TK, blocks)
+    if kernel == "triton":
+        from mxjax.kernels import permute_triton as triton
+
+        return triton.combine(y_PH, plan.place_TK, weights_TK)
+    if kernel is not None:
+        return mosaic.combine(y_PH, plan.place_TK, weights_TK, kernel)
     T, K = plan.place_TK.shape
     total = jnp.zeros((T, y_PH.shape[1]), jnp.float32)
     for k in range(K):

@@ -67,8 +67,7 @@ class AllToAllDispatcher:
         """Sum of each token's results over the ranks it went to."""
         D, C = state.plan.source.shape
         back_DCH = collectives.all_to_all(out_RH.reshape(D, C, -1), self.axes)
-        ones_TK = jnp.ones(state.plan.place_TK.shape, jnp.float32)
-        return unpermute(back_DCH, ones_TK, state.plan)
+        return unpermute(back_DCH, None, state.plan)
 
 
 def _first_of_each(rank_TK: jax.Array) -> jax.Array:

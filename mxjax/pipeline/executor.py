@@ -19,7 +19,7 @@ gets only those that it changes: XLA copies what a `cond` merely passes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ class StagedModel(Protocol):
 
     def layer(self, kind: str, weights: Any, x: jax.Array, side: Any) -> tuple:
         """Output like `x`, scalar objective, statistics."""
+
+    def offloaded(self, kind: str) -> Collection[str]:
+        """Names of what such a layer leaves in the host's memory (executor stagewise)."""
 
     def embed(self, outer: Any, microbatch: jax.Array) -> jax.Array:
         """Input of the first layer."""

@@ -14,7 +14,7 @@ an expensive operation of the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class LayerSplit:
     Attributes:
       residuals: shape and dtype of what F leaves for B.
       for_weights: which of them W needs too.
+      on_host: which of them are to wait in the host's memory.
       cut: shape and dtype of what B leaves for W.
       names: of `residuals` and then of `cut`: the name that the layer gave them
         (`checkpoint_name`), or what is cheaply made of them, or None.
@@ -61,6 +62,7 @@ class LayerSplit:
 
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     for_weights: tuple[bool, ...]
+    on_host: tuple[bool, ...]
     cut: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str | None, ...]
     programs: dict[str, Program]
@@ -98,9 +100,12 @@ class LayerSplit:
         return dx, jax.tree.unflatten(self._params, grads)
 
 
-def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSplit:
+def split_layer(
+    layer: Layer, params: Any, x: jax.Array, side: Any, offload: Collection[str] = ()
+) -> LayerSplit:
     """Splits `layer` for arguments like these; its objective counts with weight 1.
 
+    `offload`: names of tensors that are to wait in the host's memory; see `LayerSplit.on_host`.
     To be called where the layer could be called: within `shard_map`, for a layer with collectives.
     """
 
@@ -140,6 +145,7 @@ def split_layer(layer: Layer, params: Any, x: jax.Array, side: Any) -> LayerSpli
     return LayerSplit(
         residuals=tuple(_shape(graph, v) for v in residuals),
         for_weights=for_weights,
+        on_host=tuple(names.get(value) in offload for value in residuals),
         cut=tuple(_shape(graph, v) for v in cut),
         names=tuple(names.get(v) for v in (*residuals, *cut)),
         programs={

@@ -6,6 +6,9 @@ own, and a rank waits only for what it needs. What layers leave for their backwa
 arrays, which no ring copies. It is for one process that drives all devices, and for cells long
 enough that the host keeps ahead.
 
+What layers offload is in the host's memory between programs. F sends it there as soon as it is
+made; B and W fetch it layer by layer, the next layer's while one is computed.
+
 Every array between programs is that of one device with a leading dim for the devices of the rank
 (`Stagewise._varying`): programs are fully manual, and nothing is equal on several devices that need
 be known.
@@ -23,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mxjax.pipeline.executor import StagedModel
@@ -182,8 +186,8 @@ class Stagewise:
         if key not in self._programs:
 
             def shard(*arguments):
-                results = function(*jax.tree.map(lambda a: a[0], arguments))
-                return jax.tree.map(lambda a: a[None], results)
+                results = function(*jax.tree.map(lambda a: a if _on_host(a) else a[0], arguments))
+                return jax.tree.map(lambda a: a if _on_host(a) else a[None], results)
 
             self._programs[key] = jax.jit(
                 jax.shard_map(
@@ -221,7 +225,7 @@ class Stagewise:
         for i in range(max(len(work.layers) for work in works)):
             for work in works:
                 if i < len(work.layers):
-                    work.step(state, *work.layers[i])
+                    work.step(state, i)
         results = [work.end(state) for work in works]
         return (state["grads"], state["outer"], state["stats"]), results
 
@@ -229,7 +233,8 @@ class Stagewise:
         """F, B and W of a kind of layer; made by the first program that has one."""
         with self._splitting:
             if kind not in self._splits:
-                self._splits[kind] = split_layer(partial(model.layer, kind), weights, x, side)
+                layer, offload = partial(model.layer, kind), model.offloaded(kind)
+                self._splits[kind] = split_layer(layer, weights, x, side, offload)
             return self._splits[kind]
 
     # Arrays
@@ -266,6 +271,11 @@ class Stagewise:
             return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
         return jax.tree.map(join, *trees)
+
+
+def _on_host(array: jax.Array) -> bool:
+    """Also of an array that is traced."""
+    return jax.typeof(array).memory_space is jax.memory.Space.Host
 
 
 class _Rank:
@@ -329,11 +339,26 @@ class _Work:
         if self.kind is Kind.F:
             first = self.stage == 0
             self.x = self.model.embed(self.outer, self.microbatch) if first else self.given["x"]
-        elif self.kind is not Kind.W:
-            self.x = self.given["dy"]
+        else:
+            self.x = self.given.get("dy")
+        self.fetch(0)
 
-    def step(self, state, kind: str, j: int) -> None:
+    def fetch(self, i: int) -> None:
+        """Brings what F left of the layer that comes as number i, not before `self.x` is there:
+        left to itself, XLA would fetch all layers' first."""
+        if self.kind is Kind.F or i == len(self.layers):
+            return
+        kind, j = self.layers[i]
+        values = self.given["kept" if self.kind is Kind.W else "residuals"][f"{kind}/{j}"]
+        away = [value for value in values if _on_host(value)]
+        if away:
+            away, self.x = lax.optimization_barrier((away, self.x))
+        fetched = (jax.device_put(value, jax.memory.Space.Device)[0] for value in away)
+        self.fetched = [next(fetched) if _on_host(value) else value for value in values]
+
+    def step(self, state, i: int) -> None:
         stacks = self.owner.stacks
+        kind, j = self.layers[i]
         before = stacks.first_layer(self.stage) + self.part.layers_before(kind, stacks)
         index = jnp.int32(before + j)
         side = self.model.side(kind, self.ctx, index)
@@ -342,19 +367,23 @@ class _Work:
         weights, name = self.weights[group][place], f"{kind}/{j}"
         if self.kind is Kind.F:
             split = self.owner.split(self.model, kind, weights, self.x, side)
-            self.x, objective, stats, self.made[name] = split.forward(weights, self.x, side)
+            self.x, objective, stats, residuals = split.forward(weights, self.x, side)
+            self.made[name] = [
+                jax.device_put(value[None], jax.memory.Space.Host) if away else value
+                for value, away in zip(residuals, split.on_host, strict=True)
+            ]
             state["stats"] = self.model.add_layer(state["stats"], kind, index, objective, stats)
             return
         split: LayerSplit = self.owner._splits[kind]
+        residuals = self.fetched
+        self.fetch(i + 1)
         if self.kind is Kind.B:
-            residuals = self.given["residuals"][name]
             self.x, self.made[name] = split.backward(weights, side, residuals, self.x)
             return
         if self.kind is Kind.W:
-            kept, cut = self.given["kept"][name], self.given["cut"][name]
-            grads = split.weight_gradients(weights, side, kept, cut)
+            grads = split.weight_gradients(weights, side, residuals, self.given["cut"][name])
+            self.x = min(jax.tree.leaves(grads), key=lambda leaf: leaf.size)  # see `fetch`
         else:
-            residuals = self.given["residuals"][name]
             self.x, grads = split.backward_both(weights, side, residuals, self.x)
         sums = list(state["grads"][group])
         sums[place] = add(sums[place], self.model.reduce(kind, grads))

@@ -6,7 +6,7 @@ No JAX: the configuration's rules read it too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +30,11 @@ class LayerPolicy:
     kind: Literal["all", "dots", "names"] = "all"
     save: frozenset[str] = frozenset()
     offload: frozenset[str] = frozenset()
+
+    @property
+    def on_device(self) -> LayerPolicy:
+        """The same with nothing on the host."""
+        return replace(self, save=self.save | self.offload, offload=frozenset())
 
     def describe(self) -> str:
         """In one line."""
@@ -145,7 +150,18 @@ def matches(rule: RematRule, place: Place) -> bool:
 def choice_of(config: Config, place: Place) -> RematConfig | RematRule:
     """The rule that decides for the layer at this place, or the section itself."""
     found = [rule for rule in config.remat.rules if matches(rule, place)]
-    return found[-1] if found else config.remat
+    return found[-1] if found else section_at(config, place.stage)
+
+
+def section_at(config: Config, stage: int) -> RematConfig:
+    """The section as layers of a stage take it. In a pipeline those of the second half of the
+    stages keep on the device what others offload: they hold few microbatches, and not for long."""
+    remat = config.remat
+    if config.parallel.pp == 1 or not remat.offload:
+        return remat
+    if stage < (stage_layout(config).num_stages + 1) // 2:
+        return remat
+    return replace(remat, offload=(), save=(*remat.save, *remat.offload))
 
 
 def layer_policies(config: Config) -> list[LayerPolicy]:

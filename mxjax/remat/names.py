@@ -105,8 +105,12 @@ NAMES: dict[str, TensorName] = {
         ("dispatched_rows", "rows that came to this rank's experts", "MoE layers", _has_experts),
         ("expert_rows", "the same in the order of the experts", "MoE layers", _has_experts),
         ("expert_up", "gate and up of the experts", "MoE layers", _has_experts),
-        ("expert_act", "output of the experts' activation", "MoE layers", _has_experts),
-        ("expert_out", "rows that the experts made", "MoE layers", _has_experts),
+        (
+            "expert_act",
+            "output of the experts' activation, times the weight of the row",
+            "MoE layers",
+            _has_experts,
+        ),
         ("shared_expert_up", "gate and up of the shared expert", "shared expert", _shared_expert),
         (
             "shared_expert_act",
@@ -134,12 +138,12 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Granular policies: what each computes again. They stand for their names in lists too."""
 
 _LIGHT = ("router_logits", "expert_rows", "expert_act", "shared_expert_act")
-_MEDIUM = (*_LIGHT, "expert_out", "shared_expert_up")
+_MEDIUM = (*_LIGHT, "expert_up", "shared_expert_up")
 
 TIERS: dict[str, tuple[str, ...]] = {
     "light": _LIGHT,
     "medium": _MEDIUM,
-    "full": (*_MEDIUM, "expert_up", "dispatched_rows", "permute_plan"),
+    "full": (*_MEDIUM, "dispatched_rows", "permute_plan"),
 }
 """What the tiers of MoE layers compute again. None makes the choice of experts anew: rounded
 otherwise, it could be another one than the forward pass made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 
 import jax
@@ -40,8 +40,8 @@ def rematerialise(
 @cache  # JAX remembers what it traced under a policy by the function's identity
 def _keep_names(policy: LayerPolicy) -> Callable:
     by_name = checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=sorted(_with_softmax(policy.save)),
-        names_which_can_be_offloaded=sorted(_with_softmax(policy.offload)),
+        names_which_can_be_saved=sorted(with_softmax(policy.save)),
+        names_which_can_be_offloaded=sorted(with_softmax(policy.offload)),
         offload_src="device",
         offload_dst="pinned_host",
     )
@@ -55,7 +55,7 @@ def _keep_names(policy: LayerPolicy) -> Callable:
     return keep
 
 
-def _with_softmax(names: frozenset[str]) -> set[str]:
+def with_softmax(names: Collection[str]) -> set[str]:
     """`attention_out` stands for all that attention leaves for its backward pass."""
     return set(names) | (set(RESULTS) if "attention_out" in names else set())
 

@@ -30,15 +30,19 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
     bucket = BucketChooser(config.moe.capacity_buckets).current
     model = memory_model(programs, bucket, runs_stagewise(config, mesh), None)
     programs.close()
-    of_device = max(stage.host for stage in model.stages())
-    devices = len(mesh.local_devices)
-    if of_device * devices <= available:
+    local = set(mesh.local_devices)
+    ranks = [
+        (sum(device in local for device in devices.flat), stage.host)
+        for devices, stage in zip(mesh.devices, model.stages(), strict=True)
+    ]
+    wanted = sum(number * size for number, size in ranks)
+    if wanted <= available:
         return
     key = "remat.offload" if activations else "optimizer.offload"
     value = list(config.remat.offload) if activations else True
+    each = " + ".join(f"{number} x {gib(size)}" for number, size in ranks if number)
     message = (
-        f"{gib(of_device)} for each of {devices} devices of this process are "
-        f"{gib(of_device * devices)}, and the host has {gib(available)} "
-        f"({'free' if limit is None else 'by remat.host_memory'}); offload less"
+        f"this process's devices (by pipeline rank: {each}) need {gib(wanted)}, and the host has "
+        f"{gib(available)} ({'free' if limit is None else 'by remat.host_memory'}); offload less"
     )
     raise ConfigError([Problem(key, value, message)])

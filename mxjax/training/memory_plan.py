@@ -149,7 +149,9 @@ class MemoryModel:
             if size
         )
         activations = sum(row.bytes for row in rows if row.fate == "saved")
-        exchange, buffers, temporary = self._exchange, self._pipeline_buffers, self._temporary
+        offloads = any(row.fate == "offloaded" for row in rows)
+        temporary = self._temporary + (self._in_flight if offloads else 0)
+        exchange, buffers = self._exchange, self._pipeline_buffers
         total = (
             self.parameters
             + self.optimizer
@@ -196,7 +198,7 @@ class MemoryModel:
         if self.stagewise:
             schedule, _ = stagewise_schedule(self.config, stacks)
             for names, cells in zip(held, schedule.cells, strict=True):
-                self._add_peak(names, cells)
+                self._add_peaks(names, cells)
         else:
             table = training_table(self.config, stacks)
             for names in held:
@@ -217,15 +219,27 @@ class MemoryModel:
                 times = layers * slots.get(f"{ring}.{kind}", 0)
                 self._add(names, kind, ring, times)
 
-    def _add_peak(self, names: Counter[NamePlan], cells: tuple[Cell, ...]) -> None:
-        """Executor stagewise: what the rank's own order of cells holds when that is most."""
+    def _add_peaks(self, names: Counter[NamePlan], cells: tuple[Cell, ...]) -> None:
+        """Executor stagewise: what the rank's own order of cells holds when that is most, on the
+        device and, at another time perhaps, on the host."""
+        stacks = self.objective.stacks
+        for fates in (("saved", "recomputed"), ("offloaded",)):
+            at_peak = self._peak(cells, fates[0])
+            for (stage, ring), times in at_peak.items():
+                for kind, layers in zip(stacks.kinds, stacks.stage_layers[stage], strict=True):
+                    found: Counter[NamePlan] = Counter()
+                    self._add(found, kind, ring, layers * times)
+                    names.update({key: n for key, n in found.items() if key.fate in fates})
+
+    def _peak(self, cells: tuple[Cell, ...], fate: Fate) -> Counter[tuple[int, str]]:
+        """How many microbatches of each stage's rings are there when their bytes are most."""
         held: Counter[tuple[int, str]] = Counter()
         most, at_peak = 0, Counter()
         for cell in cells:
             for op in cell:
                 rings = {Kind.F: ("residuals", "kept"), Kind.B: ("cut",)}.get(op.kind, ())
                 held.update((op.stage, ring) for ring in rings)
-            size = sum(n * self._of_stage(stage, ring) for (stage, ring), n in held.items())
+            size = sum(n * self._of_stage(stage, ring, fate) for (stage, ring), n in held.items())
             if size > most:
                 most, at_peak = size, Counter(held)
             for op in cell:
@@ -235,15 +249,17 @@ class MemoryModel:
                     Kind.BW: ("residuals", "kept"),
                 }.get(op.kind, ())
                 held.subtract((op.stage, ring) for ring in freed)
-        stacks = self.objective.stacks
-        for (stage, ring), times in at_peak.items():
-            for kind, layers in zip(stacks.kinds, stacks.stage_layers[stage], strict=True):
-                self._add(names, kind, ring, layers * times)
+        return at_peak
 
-    def _of_stage(self, stage: int, ring: str) -> int:
+    def _of_stage(self, stage: int, ring: str, fate: Fate) -> int:
         stacks = self.objective.stacks
         counts = zip(stacks.kinds, stacks.stage_layers[stage], strict=True)
-        return sum(n * sum(self._ring(kind, ring).values()) for kind, n in counts)
+        return sum(
+            n * size
+            for kind, n in counts
+            for key, size in self._ring(kind, ring).items()
+            if key.fate == fate
+        )
 
     def _add(self, names: Counter[NamePlan], kind: str, ring: str, times: int) -> None:
         for key, size in self._ring(kind, ring).items():
@@ -270,8 +286,10 @@ class MemoryModel:
         of_values = ["kept" if wanted else "residuals" for wanted in split.for_weights]
         of_values += ["cut"] * len(split.cut)
         values = (*split.residuals, *split.cut)
-        for value, name, ring in zip(values, split.names, of_values, strict=True):
-            key = _key(group, name or UNNAMED, "saved", until_weights=ring == "cut")
+        on_host = (*split.on_host, *[False] * len(split.cut))
+        for value, name, ring, away in zip(values, split.names, of_values, on_host, strict=True):
+            fate = "offloaded" if away else "saved"
+            key = _key(group, name or UNNAMED, fate, until_weights=ring == "cut")
             rings[ring][key] += math.prod(value.shape) * value.dtype.itemsize
         return rings
 
@@ -354,6 +372,21 @@ class MemoryModel:
         tokens *= parallel.tp if parallel.sequence_parallel else 1
         logits = tokens * model.vocab_size // parallel.tp * self._itemsize
         return max(*of_layers, min(logits, LOGITS_BYTES))
+
+    @property
+    def _in_flight(self) -> int:
+        """What a layer offloads: the next one's comes while one is computed."""
+        if isinstance(self.objective, PipelinedObjective):
+            rings = [
+                self._ring(kind, "residuals") + self._ring(kind, "kept")
+                for kind in self.objective.stacks.kinds
+            ]
+        else:
+            policies = self.objective.layer_policies
+            rings = [self._of_layer(p.group, policies[p.layer]) for p in places_of(self.config)]
+        return max(
+            sum(size for key, size in ring.items() if key.fate == "offloaded") for ring in rings
+        )
 
     # Advice
 

@@ -32,7 +32,7 @@ from mxjax.pipeline.executor import Pipeline
 from mxjax.pipeline.stacks import Stacks, in_order
 from mxjax.pipeline.stagewise import Stagewise
 from mxjax.remat.layers import layer_policies, places_of, runs
-from mxjax.remat.policy import rematerialise
+from mxjax.remat.policy import rematerialise, with_softmax
 from mxjax.sharding import collectives
 from mxjax.sharding.mesh import DATA_AXES
 from mxjax.training.gradients import (
@@ -247,13 +247,17 @@ class Staged:
                 weights = objective.zero[group].gather(weights, part.layer_infos)
             return part.bind(weights)(x, ctx, index, bias_E)
 
-        policy = objective.kind_policies[kind]
+        # What is offloaded is moved between programs, not within one.
+        policy = objective.kind_policies[kind].on_device
         run = rematerialise(run, policy, gathers_weights=False, in_scan=True)
         x, aux = run(weights, x, *side)
         router_loss, of_layer = self._of_routers({kind: _as_stack(aux)}, side[0])
         if self.with_finite:
             of_layer = (of_layer, aux.finite)
         return x, router_loss, of_layer
+
+    def offloaded(self, kind: str) -> set[str]:
+        return with_softmax(self.objective.kind_policies[kind].offload)
 
     def _of_routers(self, aux: dict[str, LayerAux], ctx: Any) -> tuple[jax.Array, _RouterReport]:
         loss, counts_LE, needed = self.objective._router(aux, ctx.sequence_parallel)

@@ -107,7 +107,8 @@ def layer_split(objective: PipelinedObjective, kind: str) -> LayerSplit:
         first = jnp.int32(staged.first_layer[group])
         side = staged.side(kind, staged.context(jnp.int32(0)), first)
         x = jnp.zeros(staged.stream().shape, staged.stream().dtype)
-        found.append(split_layer(partial(staged.layer, kind), weights, x, side))
+        layer, offload = partial(staged.layer, kind), staged.offloaded(kind)
+        found.append(split_layer(layer, weights, x, side, offload))
 
     _trace(objective, look)
     return found[0]

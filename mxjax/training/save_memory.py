@@ -10,14 +10,14 @@ with a rule of their own are left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mxjax.config import Config, ConfigError, Problem
 from mxjax.config.schema import RematConfig, RematRule
 from mxjax.pipeline.configure import stage_layout
 from mxjax.remat.cost import H200, Ceilings
-from mxjax.remat.layers import expanded, places_of
+from mxjax.remat.layers import expanded, places_of, section_at
 from mxjax.remat.names import Group, groups_of, names_of
 from mxjax.remat.sizes import gib
 from mxjax.training.gradients import Objective
@@ -138,26 +138,38 @@ def _with_levels(config: Config, candidates: Sequence[Candidate], levels: Sequen
     for place in places_of(config):
         rank = _rank_of(config, place.stage)
         stages.setdefault(rank, set()).add(place.stage)
-    alike = len(set(levels)) == 1
+    # Stages may differ in what they offload.
+    sections = {place.stage: section_at(config, place.stage) for place in places_of(config)}
+    alike = len(set(levels)) == 1 and len(set(sections.values())) == 1
     for rank in [0] if alike else sorted(stages):
         chosen = candidates[: levels[rank]]
         for group in groups_of(config):
             names = tuple(c.name for c in chosen if c.group == group)
-            here = {p.stage for p in places_of(config) if p.group == group} & stages[rank]
-            if not names or not (alike or here):
-                continue
-            rules.append(
-                RematRule(
-                    stages=None if alike else ",".join(map(str, sorted(here))),
-                    group=group,
-                    policy=base.policy,
-                    tier=base.tier if "expert_rows" in names_of(config, group) else None,
-                    save=base.save,
-                    recompute=(*base.recompute, *names),
-                    offload=base.offload,
+            here = sorted({p.stage for p in places_of(config) if p.group == group} & stages[rank])
+            parts = [(None, base)] if alike else _alike_stages(here, sections)
+            for where, section in parts if names else ():
+                rules.append(
+                    RematRule(
+                        stages=where,
+                        group=group,
+                        policy=base.policy,
+                        tier=base.tier if "expert_rows" in names_of(config, group) else None,
+                        save=section.save,
+                        recompute=(*base.recompute, *names),
+                        offload=section.offload,
+                    )
                 )
-            )
     return replace(config, remat=replace(base, rules=(*rules, *base.rules)))
+
+
+def _alike_stages(
+    stages: Sequence[int], sections: Mapping[int, RematConfig]
+) -> list[tuple[str, RematConfig]]:
+    """Stages that take `remat` alike, as a rule names them, and how they take it."""
+    found: dict[RematConfig, list[str]] = {}
+    for stage in stages:
+        found.setdefault(sections[stage], []).append(str(stage))
+    return [(",".join(numbers), section) for section, numbers in found.items()]
 
 
 def _rank_of(config: Config, stage: int) -> int:

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from mxjax.kernels.implementation import interpreted
-from mxjax.kernels.permute import permute, plan_permute, plan_row_groups, unpermute
+from mxjax.kernels.permute import (
+    permute,
+    plan_permute,
+    plan_row_groups,
+    unpermute,
+    weights_of_places,
+)
 
 T, K, G, H = 11, 3, 5, 128
 
@@ -97,6 +103,29 @@ def test_both_directions_equal_the_dense_reference(places, size, empty_group, im
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_weights_may_be_given_to_places_instead(implementation):
+    """Values and gradients of rows that are weighted in their places and then added up."""
+    plan = plan_permute(jnp.asarray(groups(0)), G, 3)
+    rng = np.random.default_rng(0)
+    y = jnp.asarray(rng.standard_normal((G, 3, H)), jnp.float32)
+    weights, g_out = (jnp.asarray(rng.random(shape), jnp.float32) for shape in ((T, K), (T, H)))
+
+    def run(y, weights):
+        weighted = y * weights_of_places(weights, plan)[..., None]
+        return unpermute(weighted, None, plan, implementation=implementation)
+
+    def with_gradients(run):
+        out, pullback = jax.vjp(run, y, weights)
+        return out, *pullback(g_out)
+
+    with interpreted():
+        got = jax.jit(lambda: with_gradients(run))()
+    expected = with_gradients(lambda y, weights: unpermute(y, weights, plan, implementation="xla"))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 def test_places_that_nobody_fills_get_zero_gradients(implementation):
     """Matrix products over whole tiles add them up."""
     plan, groups = plan_row_groups(jnp.array([[0], [2], [0]]), 3, 32, 8)
@@ -117,7 +146,8 @@ def test_gradients_have_no_scatter_of_rows():
     plan = plan_permute(jnp.asarray(groups(0)), G, 16)
 
     def loss(x, weights):
-        return jnp.sum(unpermute(permute(x, plan), weights, plan) ** 2)
+        rows = permute(x, plan) * weights_of_places(weights, plan)[..., None]
+        return jnp.sum((unpermute(rows, weights, plan) + unpermute(rows, None, plan)) ** 2)
 
     jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones((T, H)), jnp.ones((T, K))))
     assert "gather" in jaxpr

@@ -33,19 +33,40 @@ def numbers_of(toy, stacks):
     return {"wide": wide, "narrow": np.where(narrow < 0, -1, narrow + toy.num_wide)}
 
 
+class Watched(Stagewise):
+    """`left`: kind of layer, number of columns and memory of what has been between programs."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.left = set()
+
+    def _run(self, run, rank, cell, streams):
+        super()._run(run, rank, cell, streams)
+        for of_stage in (*run.residuals.values(), *run.kept.values()):
+            for layer, values in of_stage.items():
+                for value in values:
+                    memory = value.sharding.memory_kind
+                    self.left.add((layer.partition("/")[0], value.shape[-1], memory))
+
+
 @pytest.mark.parametrize(
     ("name", "stage_layers"),
     [("zbh1", [(1, 1), (0, 2)]), ("dualpipev", [(1, 0), (1, 0), (0, 1), (0, 0)])],
 )
 def test_gradients_equal_those_of_plain_autodiff(name, stage_layers):
+    """With wide layers that offload. What they leave is in the host's memory between programs: B
+    and W are given it there."""
     schedule = make_schedule(name, 2, 4)
     stacks = stacks_of(schedule, stage_layers)
     num_wide = sum(counts[0] for counts in stage_layers)
     layers, outer = parameters(num_wide, sum(counts[1] for counts in stage_layers))
     toy = toy_model(4, num_wide)
     mesh, given = arguments(toy, stacks, layers, outer)
-    run = Stagewise(lambda tokens: Toy(tokens, num_wide), schedule, stacks, mesh)
+    run = Watched(lambda t: Toy(t, num_wide, offload=("hidden",)), schedule, stacks, mesh)
     grads, d_outer, stats = run.train(*given)
+    hidden = {entry for entry in run.left if entry[1] == 12}
+    assert hidden == {("wide", 12, "pinned_host")}
+    assert {memory for _, _, memory in run.left - hidden} == {"device"}
 
     expected_stats, (expected, expected_outer) = plain(toy, layers, outer)
     assert_close(jax.tree.map(lambda a: a.sum(0), stats), expected_stats)

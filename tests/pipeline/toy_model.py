@@ -1,11 +1,14 @@
 """A small model for the executors, and what plain autodiff says of it."""
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.pipeline.layout import StageLayout
 from mxjax.pipeline.stacks import Stacks
@@ -15,11 +18,14 @@ H, T, VOCAB = 8, 6, 11
 
 @dataclass
 class Toy:
-    """Two kinds of layers with a loss term each; tokens [M, T]."""
+    """Two kinds of layers with a loss term each; tokens [M, T]. Wide ones may offload, narrow ones
+    compute their first product again for the backward pass."""
 
     tokens: jax.Array
     num_wide: int
     kinds: tuple[str, ...] = ("wide", "narrow")
+    offload: tuple[str, ...] = ()
+    recompute: bool = True
 
     def stream(self):
         return jax.ShapeDtypeStruct((T, H), jnp.float32)
@@ -31,12 +37,20 @@ class Toy:
         return ctx, index
 
     def layer(self, kind, weights, x, side):
+        again = self.recompute and kind == "narrow"
+        run = partial(self._layer, kind)
+        return (jax.checkpoint(run, prevent_cse=False) if again else run)(weights, x, side)
+
+    def _layer(self, kind, weights, x, side):
         ctx, index = side
         normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-3) + 0.1 * index * ctx
-        hidden = normed @ weights["up"]
+        hidden = checkpoint_name(normed @ weights["up"], "hidden")
         hidden = jnp.tanh(hidden) if kind == "wide" else jax.nn.silu(hidden)
         y = x + hidden @ weights["down"] * weights["scale"]
         return y, 0.01 * jnp.sum(hidden**2), jnp.sum(hidden)
+
+    def offloaded(self, kind):
+        return self.offload if kind == "wide" else ()
 
     def embed(self, outer, microbatch):
         return outer["table"][self.tokens[microbatch]]
@@ -74,7 +88,8 @@ def parameters(num_wide, num_narrow, width=12):
 
 
 def plain(toy, layers, outer):
-    """Loss, sums per layer, and gradients, without a pipeline."""
+    """Loss, sums per layer, and gradients, without a pipeline and recompute."""
+    toy = dataclasses.replace(toy, recompute=False)
 
     def objective(layers, outer):
         stats = toy.empty_statistics()

@@ -56,6 +56,18 @@ def test_tiers_are_for_moe_layers_and_the_last_rule_that_matches_wins():
     ]  # fmt: skip
 
 
+def test_a_pipeline_offloads_in_the_first_half_of_its_stages():
+    """The others keep it on the device; a rule has the last word."""
+    stagewise = {**PIPELINE, "pipeline": {"schedule": "1f1b", "executor": "stagewise"}}
+    remat = {"policy": "full", "offload": ["attention"]}
+    found = layer_policies(load(remat, **stagewise))
+    assert [(set(policy.save), set(policy.offload)) for policy in found] == [
+        *[(set(), {"attention_out"})] * 4, *[({"attention_out"}, set())] * 3
+    ]  # fmt: skip
+    remat["rules"] = [{"stages": "2", "policy": "full", "offload": ["attention"]}]
+    assert all(policy.offload for policy in layer_policies(load(remat, **stagewise)))
+
+
 def test_rules_go_by_pipeline_stage():
     config = load({"rules": [{"stages": "0,2", "policy": "full"}]}, **PIPELINE)
     kept = [policy.kind for policy in layer_policies(config)]
@@ -88,7 +100,7 @@ def test_ranges():
             {"rules": [{"stages": "3"}]}, PIPELINE, "remat.rules",
             "is for no layer: stages are 0-2, layers 0-6 (multi-token prediction last)",
         ),
-        ({"offload": ["mlp_norm"]}, PIPELINE, "remat.offload", "set parallel.pp to 1"),
+        ({"offload": ["mlp_norm"]}, PIPELINE, "remat.offload", "pipeline.executor to stagewise"),
         ({"rules": [{"polcy": "full"}]}, {}, "remat.rules[0].polcy", "remat.rules.policy?"),
         ({"memory_budget": "80G", "mode": "save_memory"}, {}, "remat.memory_budget", "80GiB"),
         ({"memory_budget": "80GiB"}, {}, "remat.memory_budget", "remat.mode: manual"),

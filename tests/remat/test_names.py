@@ -65,7 +65,7 @@ CHOICES = {
     "table": RematConfig(
         policy="full", save=("attention",), recompute=("expert_up",), offload=("layer_input",)
     ),
-    "tier and table": RematConfig(tier="medium", save=("expert_out",), offload=("norm",)),
+    "tier and table": RematConfig(tier="medium", save=("expert_up",), offload=("norm",)),
 }
 KEPT = {
     "norm": lambda all_: all_ - set(MODULES["norm"]),
@@ -73,10 +73,8 @@ KEPT = {
     "attention": lambda all_: all_ - {"attention_out"},
     "mla_up_proj": lambda all_: all_ - {"mla_query", "mla_key", "mla_value"},
     "light": lambda all_: all_ - set(TIERS["light"]),
-    "medium": lambda all_: all_ - set(TIERS["light"]) - {"expert_out", "shared_expert_up"},
-    "full tier": lambda all_: (
-        all_ - set(TIERS["medium"]) - {"expert_up", "dispatched_rows", "permute_plan"}
-    ),
+    "medium": lambda all_: all_ - set(TIERS["light"]) - {"expert_up", "shared_expert_up"},
+    "full tier": lambda all_: all_ - set(TIERS["medium"]) - {"dispatched_rows", "permute_plan"},
     "full layer": lambda all_: set(),
     "table": lambda all_: {"attention_out"},
     "tier and table": lambda all_: (
@@ -103,10 +101,10 @@ def test_the_split_of_a_pipeline_keeps_no_name_that_is_computed_again(small_conf
     """What crosses from F to B, B to W or both. The cut may keep less than a policy, but nothing
     that is dear and recomputed: those results are made anew in B."""
     up_projections = {"mla_query", "mla_key"}  # one product makes keys and values
-    dear = {"expert_up", "expert_out", "shared_expert_up"} | up_projections
+    dear = {"expert_up", "shared_expert_up"} | up_projections
     for remat, again in (
         (RematConfig(), set()),
-        (RematConfig(tier="full"), {"expert_up", "expert_out", "shared_expert_up"}),
+        (RematConfig(tier="full"), {"expert_up", "shared_expert_up"}),
         (RematConfig(policy="mla_up_proj"), up_projections),
     ):
         config = small_config(

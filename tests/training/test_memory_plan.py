@@ -66,6 +66,24 @@ def test_pipeline_stages(small_config, model_of):
     assert alike == [2 * mlp_up, 2 * mlp_up]
 
 
+def test_first_stages_of_a_pipeline_offload(small_config, model_of):
+    """1F1B over 2 ranks: two microbatches of the first stage's layer are on the host, and what one
+    layer sends there counts as on its way; the last stage has it on the device."""
+    config = small_config(
+        "llama",
+        parallel={"pp": 2},
+        training={"num_microbatches": 4},
+        pipeline={"cells": "full", "executor": "stagewise"},
+        remat=RematConfig(policy="full", offload=("mlp_up",)),
+    )
+    first, last = model_of(config, stagewise=True).stages()
+    mlp_up = 4 * 64 * 96
+    assert (first.host, last.host) == (2 * mlp_up, 0)
+    assert "mlp_up" not in saved(first)
+    assert saved(last)["mlp_up"] == mlp_up
+    assert first.temporary == last.temporary + mlp_up
+
+
 def test_save_memory_takes_the_cheapest_that_fits_and_undoes_nothing(
     small_config, model_of, mesh_of
 ):
@@ -98,15 +116,21 @@ def test_save_memory_takes_the_cheapest_that_fits_and_undoes_nothing(
 
 
 def test_save_memory_by_stage(small_config, model_of, mesh_of):
-    """Rank 0 holds more microbatches: only there something is computed again."""
+    """Rank 0 holds more microbatches: only there something is computed again. What it offloads
+    stays offloaded."""
     config = small_config(
-        "llama", parallel={"pp": 2}, training={"num_microbatches": 4}, pipeline={"cells": "full"}
+        "llama",
+        parallel={"pp": 2},
+        training={"num_microbatches": 4},
+        pipeline={"cells": "full", "executor": "stagewise"},
+        remat=RematConfig(policy="norm", offload=("value",)),
     )
     model = model_of(config, stagewise=True)
     first, last = model.stages()
     budget = (first.total + last.total) // 2
     choice = save_memory(model, budget, lambda c: build_objective(c, mesh_of(c)))
-    assert [rule.stages for rule in choice.config.remat.rules] == ["0"]
+    rules = choice.config.remat.rules
+    assert [(rule.stages, rule.offload) for rule in rules] == [("0", ("value",))]
 
 
 def plan(*arguments):

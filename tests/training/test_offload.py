@@ -52,15 +52,30 @@ def test_more_than_the_host_has_is_refused_with_the_figures(config_file, overrid
     check_host_memory(enough, build_mesh(config.parallel, jax.devices()[:1]))
 
 
+def test_ranks_of_a_pipeline_put_what_each_has_into_the_one_host(config_file):
+    """Offloading is for the first stage by default."""
+    pipeline = ["parallel.pp=2", "pipeline.executor=stagewise", "training.num_microbatches=2"]
+    activations = ["remat.policy=full", "remat.offload=[layer_input]"]
+    overrides = [*pipeline, *activations, "remat.host_memory=10B"]
+    config = load_config(config_file, overrides, lambda parallel: 2)
+    with pytest.raises(ConfigError, match=r"1 x 0.00 GiB \+ 1 x 0.00 GiB\) need 0.00 GiB, and"):
+        check_host_memory(config, build_mesh(config.parallel, jax.devices()[:2]))
+
+
 GPU_SCRIPT = """
 import jax, json
 import jax.numpy as jnp
+from functools import partial
 from jax.sharding import NamedSharding, PartitionSpec
 from mxjax.config.schema import ParallelConfig
+from mxjax.pipeline.schedule import Kind
+from mxjax.pipeline.schedules import make_schedule
+from mxjax.pipeline.stagewise import Stagewise
 from mxjax.remat.layers import LayerPolicy
 from mxjax.remat.names import named
 from mxjax.remat.policy import rematerialise
 from mxjax.training.target import TARGETS, target_mesh, use_target_compiler
+from tests.pipeline.toy_model import Toy, parameters, stacks_of
 
 use_target_compiler()
 mesh = target_mesh(TARGETS["h200"], ParallelConfig(dp=1))
@@ -79,16 +94,40 @@ def bytes_with(policy):
 
 kept = LayerPolicy("names", save=frozenset(["mlp_up"]))
 away = LayerPolicy("names", offload=frozenset(["mlp_up"]))
-print(json.dumps([bytes_with(kept), bytes_with(away)]))
+
+def bytes_of_a_stage(offload):
+    stacks = stacks_of(make_schedule("1f1b", 2, 2), [(3, 0), (1, 0)])
+    mesh = target_mesh(TARGETS["h200"], ParallelConfig(pp=2, dp=1))
+    model = lambda tokens: Toy(tokens, 4, offload=offload)
+    run = Stagewise(model, make_schedule("1f1b", 2, 2), stacks, mesh)
+    layers, outer = parameters(4, 0)
+    held = {"wide": layers[:3], "narrow": []}
+    sums, shared = (held, outer, (jnp.zeros(()), jnp.zeros(64))), jnp.zeros((2, 6), jnp.int32)
+    sharding = NamedSharding(run.meshes[0], run._varying)
+    given = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype, sharding=sharding),
+        (sums, (held, outer, shared), [jnp.int32(0)], [{"x": None}]),
+    )
+    cell = ((Kind.F, 0),)
+    program = run._program((0, *cell), partial(run._cell, cell), 0)
+    sizes = program.lower(*given).compile().memory_analysis()
+    return sizes.output_size_in_bytes, sizes.host_output_size_in_bytes
+
+found = [bytes_with(kept), bytes_with(away), bytes_of_a_stage(()), bytes_of_a_stage(("hidden",))]
+print(json.dumps(found))
 """
 
 
 def test_a_gpu_program_has_offloaded_activations_in_host_memory(cuda_compiler):
-    """Eight layers' [1024, 256] fp32 on the device, or on the host."""
+    """Eight layers' [1024, 256] fp32 on the device, or on the host; and of a pipeline's stage what
+    the forward pass of its three layers leaves, [6, 12] fp32 each."""
     environment = os.environ | {"PYTHONPATH": str(cuda_compiler)}
     command = [sys.executable, "-c", GPU_SCRIPT]
     said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    (device, none), (less, host) = json.loads(said.stdout)
+    (device, none), (less, host), *stage = json.loads(said.stdout)
     tensor = 1024 * 256 * 4
     assert (none, host) == (0, 8 * tensor)
     assert device - less >= 6 * tensor  # one or two are there while they come and go
+    (all_there, nothing), (rest, left) = stage
+    assert (nothing, left) == (0, 3 * 6 * 12 * 4)
+    assert all_there - rest >= left

@@ -22,6 +22,8 @@ ZBH1 = (
     "pipeline.schedule=zbh1",
     "pipeline.layout=Et|ttL",
     "pipeline.executor=stagewise",
+    "remat.offload=[layer_input, mlp_up]",
+    "remat.rules=[{stages: '1', offload: [attention, expert_up]}]",
 )
 
 
@@ -34,7 +36,7 @@ def plain_run(tmp_path_factory, train, moe, sums):
 def test_a_run_moves_between_schedules_executors_and_back_to_one_stage(
     tmp_path, plain_run, train, moe, sums, metrics_of
 ):
-    """With dropout, router bias and evaluation."""
+    """With dropout, router bias and evaluation; and with stages that offload."""
     plain_dir, plain = plain_run
     settings = (*moe, *sums, *MODEL)
     train(tmp_path, *settings, *DUALPIPEV, devices=4, sigterm_at=2)

@@ -128,14 +128,15 @@ def rules_are_for_layers_of_the_model(c: Config) -> Findings:
 
 
 @rule
-def pipelines_keep_activations_on_the_device(c: Config) -> Findings:
+def rings_of_a_pipeline_are_on_the_device(c: Config) -> Findings:
     for where, choice, _ in _choices(c):
-        if choice.offload and c.parallel.pp > 1:
+        if choice.offload and c.parallel.pp > 1 and c.pipeline.executor != "stagewise":
             path, start = _key(where, "offload")
             yield (
                 path,
-                f"{start}the pipeline's executors hold activations on the device; set "
-                "parallel.pp to 1 or recompute these",
+                f"{start}pipeline.executor: {c.pipeline.executor} has, or may have, activations in "
+                "ring buffers on the device; set pipeline.executor to stagewise, set parallel.pp "
+                "to 1, or recompute these",
             )
 
 
