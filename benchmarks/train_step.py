@@ -1,7 +1,7 @@
 """Speed and memory of one training step on the GPUs of this machine, beside other trainers.
 
     python benchmarks/train_step.py --models llama8L,dslite8L [--variants unrolled,scan-full]
-        [--steps 10] [--json out.json] [section.key=value ...]
+        [--steps 10] [--json out.json] [--compile-ahead N] [section.key=value ...]
 
 A variant is a list of words of `WORDS` joined by `-`. Each runs in a process of its own, so that
 peak memory is its own; a step is timed from the host with the device drained before and after, and
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -226,6 +227,20 @@ class Overflow(Exception):
     """A step needed larger expert buffers."""
 
 
+def compile_only(config_file: str, overrides: list[str]) -> None:
+    """Fill JAX's compilation cache with the step that `measure` takes first."""
+    import jax
+
+    from mxjax.config import load_config
+    from mxjax.moe.buckets import BucketChooser
+    from mxjax.sharding.mesh import build_mesh
+    from mxjax.training.programs import Programs
+
+    config = load_config(config_file, overrides, lambda _: jax.device_count())
+    programs = Programs(config, build_mesh(config.parallel))
+    programs.step(BucketChooser(config.moe.capacity_buckets).current)
+
+
 def measure(config_file: str, overrides: list[str], steps: int) -> dict:
     """Figures of one variant, in this process."""
     import jax
@@ -288,15 +303,46 @@ def check_first_loss(loss: float, config) -> None:
 # All of them
 
 
-def run_variant(model: str, overrides: list[str], steps: int) -> dict:
-    """Figures of one variant, or its error."""
+def in_process(model: str, overrides: list[str], *arguments: str, **environment: str):
+    """This script on one variant, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         config_file = Path(folder) / "config.yaml"
         config_file.write_text(json.dumps(BENCHMARKS[model].config))
-        command = [sys.executable, __file__, "--steps", str(steps)]
-        command += ["--measure", str(config_file), *overrides]
-        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        command = [sys.executable, __file__, *arguments, "--config", str(config_file), *overrides]
+        return subprocess.run(
+            command, env={**environment, **os.environ}, capture_output=True, text=True
+        )
+
+
+def compile_ahead(model: str, variants: list[str], overrides: list[str], at_once: int) -> None:
+    """Compile all variants, several at once, into the cache that `JAX_COMPILATION_CACHE_DIR` names.
+
+    They try out kernels on the same GPU meanwhile, so that a choice may be worse than that of a
+    variant compiled alone.
+    """
+
+    def compile_variant(variant: str) -> None:
+        settings = overrides_of(model, variant) + overrides
+        in_process(
+            model,
+            settings,
+            "--compile-only",
+            XLA_PYTHON_CLIENT_PREALLOCATE="false",
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
+
+    with ThreadPoolExecutor(at_once) as threads:
+        list(threads.map(compile_variant, variants))
+
+
+def run_variant(model: str, overrides: list[str], steps: int) -> dict:
+    """Figures of one variant, or its error."""
+    done = in_process(
+        model,
+        overrides,
+        *("--steps", str(steps), "--measure"),
+        XLA_PYTHON_CLIENT_MEM_FRACTION="0.92",
+    )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         told = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
@@ -365,12 +411,26 @@ def main() -> int:
     parser.add_argument("--variants", help=f"words of {', '.join(WORDS)}, joined by -")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
-    parser.add_argument("--measure", metavar="CONFIG", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--compile-ahead",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first compile all variants of a model, N at once; set JAX_COMPILATION_CACHE_DIR",
+    )
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="section.key=value for every variant")
     arguments = parser.parse_intermixed_args()
     if arguments.measure:
-        print(json.dumps(measure(arguments.measure, arguments.overrides, arguments.steps)))
+        print(json.dumps(measure(arguments.config, arguments.overrides, arguments.steps)))
         return 0
+    if arguments.compile_only:
+        compile_only(arguments.config, arguments.overrides)
+        return 0
+    if arguments.compile_ahead and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        parser.error("--compile-ahead needs JAX_COMPILATION_CACHE_DIR, a folder for the programs")
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in BENCHMARKS]:
         parser.error(f"--models: {unknown[0]!r} is none of {', '.join(BENCHMARKS)}")
@@ -382,6 +442,8 @@ def main() -> int:
                 overrides_of(model, variant)
         except ValueError as error:
             parser.error(str(error))
+        if arguments.compile_ahead:
+            compile_ahead(model, variants, arguments.overrides, arguments.compile_ahead)
         results[model] = run_model(model, variants, arguments.steps, arguments.overrides)
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")

@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.kernels.attention_block import (
+    MASKED,
     RESULTS,
     BlockOptions,
     Implementation,
@@ -28,22 +30,34 @@ from mxjax.kernels.attention_block import (
     widened,
 )
 from mxjax.kernels.dropout import dropout
+from mxjax.kernels.implementation import mosaic_kernel
 
 LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""
 
-_tiled: ContextVar[bool] = ContextVar("tiled", default=False)
+_plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", default="no")
 
 
 @contextmanager
 def always_tiled() -> Iterator[None]:
     """What is traced inside keeps no scores, whatever the length, as cuDNN's attention would: for
-    plans of a GPU that are made elsewhere."""
-    token = _tiled.set(True)
+    plans of a GPU that are made elsewhere, from shapes."""
+    token = _plans.set("shapes")
     try:
         yield
     finally:
-        _tiled.reset(token)
+        _plans.reset(token)
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """What is traced inside has a kernel of the sizes of cuDNN's attention that does nothing: for
+    plans from programs that are compiled where cuDNN is not, and never run."""
+    token = _plans.set("program")
+    try:
+        yield
+    finally:
+        _plans.reset(token)
 
 
 def causal_attention(
@@ -70,10 +84,12 @@ def causal_attention(
       ValueError: `cudnn` was named and cannot run this call.
     """
     has_dropout = dropout_rate > 0 and dropout_key is not None
+    if _plans.get() == "program" and cudnn_obstacle(q_BSND, has_dropout, backend="gpu") is None:
+        return _stand_in_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS)
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     if not takes_cudnn(implementation, cudnn_obstacle(q_BSND, has_dropout)):
         rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
-        if q_BSND.shape[1] > LONG_SEQUENCE or _tiled.get():
+        if q_BSND.shape[1] > LONG_SEQUENCE or _plans.get() != "no":
             options = BlockOptions(scale, rate, "xla")
             return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
         out = _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
@@ -104,3 +120,44 @@ def _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, dropout_rate, 
     probs = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     probs_BGXT = probs.reshape(*q_BGXD.shape[:3], S).astype(v_BSGE.dtype)
     return ungrouped(jnp.einsum("bgxt,bgte->bgxe", probs_BGXT, v_BGSE), S)
+
+
+def _stand_in_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS):
+    """Arrays as the call of cuDNN has them, forward and backward, of any content."""
+    bias_BST = None
+    if segment_ids_BS is not None:
+        mask_BST = same_segment(segment_ids_BS, segment_ids_BS)
+        bias_BST = jnp.where(mask_BST, 0, MASKED).astype(q_BSND.dtype)
+    wide = widened(v_BSGE, q_BSND.shape[-1])
+    return _sizes_of_cudnn(q_BSND, k_BSGD, wide, bias_BST)[..., : v_BSGE.shape[-1]]
+
+
+@jax.custom_vjp
+def _sizes_of_cudnn(q_BSND, k_BSGD, v_BSGD, bias_BST):
+    return _sizes_forward(q_BSND, k_BSGD, v_BSGD, bias_BST)[0]
+
+
+def _sizes_forward(q_BSND, k_BSGD, v_BSGD, bias_BST):
+    B, S, N, _ = q_BSND.shape
+    statistics = jax.ShapeDtypeStruct((B, N, S), jnp.float32)
+    operands = [x for x in (q_BSND, k_BSGD, v_BSGD, bias_BST) if x is not None]
+    out, statistics = _nothing((q_BSND, statistics), *operands)
+    return out, (q_BSND, k_BSGD, v_BSGD, bias_BST, out, statistics)
+
+
+def _sizes_backward(residuals, d_out):
+    q, k, v, *_ = residuals
+    # It adds the gradient of the queries up in fp32.
+    scratch = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    operands = [x for x in (*residuals, d_out) if x is not None]
+    *grads, _ = _nothing((q, k, v, scratch), *operands)
+    return *grads, None
+
+
+_sizes_of_cudnn.defvjp(_sizes_forward, _sizes_backward)
+
+
+def _nothing(outs, *operands):
+    types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs]
+    kernel = mosaic_kernel(lambda *_: None, out_type=types, grid=(1,), grid_names=("block",))
+    return kernel(*operands)

@@ -289,9 +289,13 @@ CUDNN_MASKED = -(2.0**41)
 """What JAX adds to a score that a mask excludes, in bf16."""
 
 
-def cudnn_obstacle(q_BQND: jax.Array, dropout: bool) -> str | None:
-    """Why cuDNN's attention cannot run with these queries; None: it can."""
-    if jax.default_backend() != "gpu":
+def cudnn_obstacle(q_BQND: jax.Array, dropout: bool, backend: str | None = None) -> str | None:
+    """Why cuDNN's attention cannot run with these queries; None: it can.
+
+    Args:
+      backend: where; None: here.
+    """
+    if (backend or jax.default_backend()) != "gpu":
         return "no NVIDIA GPU"
     if q_BQND.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in 16 bits, not {q_BQND.dtype}"

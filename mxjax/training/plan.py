@@ -21,8 +21,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mxjax.config import ConfigError, Problem
 from mxjax.config.schema import Config
-from mxjax.kernels.attention import always_tiled
+from mxjax.kernels.attention import always_tiled, stand_in
 from mxjax.moe.buckets import BucketChooser
+from mxjax.remat.layers import layer_policies
 from mxjax.remat.sizes import parse_size
 from mxjax.sharding.hlo_collectives import KINDS, Collective, collectives
 from mxjax.training.flops import model_flops_per_token, parameter_counts
@@ -188,7 +189,8 @@ def _make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None)
     compiled, seconds = None, None
     if isinstance(mesh, Mesh):
         started = time.perf_counter()
-        compiled = programs.step(bucket)
+        with stand_in() if target else contextlib.nullcontext():
+            compiled = programs.step_program(bucket)
         seconds = time.perf_counter() - started
     programs.close()
     counts, objective = parameter_counts(config.model, config.moe), programs.objective
@@ -210,7 +212,12 @@ def _make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None)
         compile_seconds=seconds,
         parameters=ParameterPlan(total=total, active=total - counts.total + counts.active),
         step=WorkPlan(tokens=tokens, model_flops=tokens * flops),
-        memory=_memory(programs, compiled, max(stages, key=lambda stage: stage.total)),
+        memory=_memory(
+            programs,
+            # Of `stagewise` with offloading even the sum would be wrong.
+            None if stagewise and _offloads(config) else compiled,
+            max(stages, key=lambda stage: stage.total),
+        ),
         collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)) if compiled else (),
         pipeline=pipeline_plan(config, objective, executor) if staged else None,
         stages=stages,
@@ -248,6 +255,10 @@ def memory_model(
 
 def _device_memory(mesh: Mesh | AbstractMesh) -> int | None:
     return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _offloads(config: Config) -> bool:
+    return any(policy.offload for policy in layer_policies(config))
 
 
 def _memory(programs: Programs, compiled: Any, fullest: StagePlan) -> MemoryPlan:
@@ -298,7 +309,11 @@ def weights_for_compute(objective: Objective, params: Any) -> int:
         ):
             plan, spec = zero.leaf(info), zero.compute.spec(info.axes)
             moved = any(objective.mesh.shape[axis] > 1 for axis in plan.gather_axes)
-            if moved or plan.compute_dtype != master.dtype:
+            cast = plan.compute_dtype != master.dtype
+            if moved or cast:
+                size += _shard_bytes(objective.mesh, info.shape, plan.compute_dtype, spec)
+            if moved and cast and not gathers_layers:  # a copy of the shard stays from step to step
+                spec = zero.stored.spec(info.axes)
                 size += _shard_bytes(objective.mesh, info.shape, plan.compute_dtype, spec)
         if gathers_layers and part.num_layers is not None:
             layers = jax.tree.leaves(part.infos)[0].shape[0] // objective.mesh.shape["pp"]

@@ -179,6 +179,7 @@ def _moves(t: Tokens) -> Iterator[Case]:
         sizes,
         Work(_bytes(one, all_)),
         Work(_bytes(2 * one, 2 * all_)),
+        implementations=("xla", "mosaic", "triton"),
         blocks=ROWS,
     )
     yield Case(
@@ -189,6 +190,7 @@ def _moves(t: Tokens) -> Iterator[Case]:
         sizes,
         Work(_bytes(one, all_)),
         Work(_bytes(2 * one, 3 * all_)),
+        implementations=("xla", "mosaic", "triton"),
         blocks=ROWS,
     )
 
