@@ -71,6 +71,7 @@ class Stagewise:
         self._splits: dict[str, LayerSplit] = {}
         self._splitting = Lock()
         self._programs: dict[tuple, Callable] = {}
+        self._first_runs = Lock()
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
     def train(self, inputs: Any, layers: Any, outer: Any) -> tuple[Any, Any, Any]:
@@ -189,7 +190,7 @@ class Stagewise:
                 results = function(*jax.tree.map(lambda a: a if _on_host(a) else a[0], arguments))
                 return jax.tree.map(lambda a: a if _on_host(a) else a[None], results)
 
-            self._programs[key] = jax.jit(
+            jitted = jax.jit(
                 jax.shard_map(
                     shard,
                     mesh=self.meshes[rank],
@@ -200,6 +201,7 @@ class Stagewise:
                 donate_argnums=donate,
                 compiler_options=self._options,
             )
+            self._programs[key] = _Program(jitted, self._first_runs)
         return self._programs[key]
 
     def _zeros(self, inputs, layers, outer):
@@ -276,6 +278,27 @@ class Stagewise:
 def _on_host(array: jax.Array) -> bool:
     """Also of an array that is traced."""
     return jax.typeof(array).memory_space is jax.memory.Space.Host
+
+
+class _Program:
+    """A jitted function, for arguments of the types of the first call.
+
+    Threads compile at the same time, but a first run is alone among first runs: there cuDNN captures
+    graphs, which was seen to fail in two threads ("capturing stream has unjoined work").
+    """
+
+    def __init__(self, jitted: Any, first_runs: Lock):
+        self._jitted, self._first_runs = jitted, first_runs
+        self._compiled: Callable | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._compiled is not None:
+            return self._compiled(*arguments)
+        compiled = self._jitted.lower(*arguments).compile()
+        with self._first_runs:
+            results = jax.block_until_ready(compiled(*arguments))
+        self._compiled = compiled
+        return results
 
 
 class _Rank:

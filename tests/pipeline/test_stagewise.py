@@ -1,5 +1,10 @@
 """The executor with one program per cell: the gradients are those of plain autodiff."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mxjax.pipeline.schedules import make_schedule
-from mxjax.pipeline.stagewise import Stagewise
+from mxjax.pipeline.stagewise import Stagewise, _Program
 from tests.pipeline.toy_model import Toy, assert_close, parameters, plain, stacks_of, toy_model
 
 
@@ -94,3 +99,30 @@ def test_an_error_of_one_stage_ends_the_step():
     run = Stagewise(lambda tokens: Broken(tokens, 2), schedule, stacks, mesh)
     with pytest.raises(RuntimeError, match="no head"):
         run.train(*given)
+
+
+def test_first_runs_are_not_at_the_same_time():
+    """Later ones may be."""
+    lock, running, most = Lock(), [], {"first": 0, "later": 0}
+
+    def program(n):
+        calls = []
+
+        def run(x):
+            phase = "later" if calls else "first"
+            calls.append(x)
+            running.append(n)
+            time.sleep(0.05)
+            most[phase] = max(most[phase], len(running))
+            running.remove(n)
+            return x
+
+        lowered = SimpleNamespace(compile=lambda: run)
+        return _Program(SimpleNamespace(lower=lambda x: lowered), lock)
+
+    programs = [program(n) for n in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):
+            assert list(threads.map(lambda p: p(7), programs)) == [7, 7, 7]
+    assert most["first"] == 1
+    assert most["later"] > 1
