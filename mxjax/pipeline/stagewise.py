@@ -283,8 +283,8 @@ def _on_host(array: jax.Array) -> bool:
 class _Program:
     """A jitted function, for arguments of the types of the first call.
 
-    Threads compile at the same time, but a first run is alone among first runs: there cuDNN captures
-    graphs, which was seen to fail in two threads ("capturing stream has unjoined work").
+    Threads compile at the same time, but a first run is alone among first runs: there cuDNN
+    captures graphs, which was seen to fail in two threads ("capturing stream has unjoined work").
     """
 
     def __init__(self, jitted: Any, first_runs: Lock):

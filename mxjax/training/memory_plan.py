@@ -101,7 +101,8 @@ class MemoryModel:
 
     Args:
       state_bytes: of master weights and of the optimizer's state on the device and on the host.
-      weights_for_compute, gradients: as in `MemoryPlan`.
+      weights_for_compute: as in `MemoryPlan`.
+      gradients: likewise, by part of the model.
       device: bytes that the device has, None if not known.
     """
 
@@ -113,7 +114,7 @@ class MemoryModel:
         optimizer: int,
         optimizer_on_host: int,
         weights_for_compute: int,
-        gradients: int,
+        gradients: Mapping[str, int],
         stagewise: bool,
         device: int | None,
     ):
@@ -136,13 +137,16 @@ class MemoryModel:
         if isinstance(self.objective, PipelinedObjective):
             lines = self.objective.stacks.layout.describe().splitlines()
             held = self._held_in_pipeline()
+            gradients, temporary = sum(self.gradients.values()), self._temporary
             return tuple(
-                self._stage(line.partition(": ")[2], names)
+                self._stage(line.partition(": ")[2], names, gradients, temporary)
                 for line, names in zip(lines, held, strict=True)
             )
-        return (self._stage("all layers", self._held_alone()),)
+        return (self._stage("all layers", *self._alone()),)
 
-    def _stage(self, stages: str, names: Counter[NamePlan]) -> StagePlan:
+    def _stage(
+        self, stages: str, names: Counter[NamePlan], gradients: int, temporary: int
+    ) -> StagePlan:
         rows = tuple(
             replace(key, bytes=size)
             for key, size in sorted(names.items(), key=lambda item: -item[1])
@@ -150,13 +154,13 @@ class MemoryModel:
         )
         activations = sum(row.bytes for row in rows if row.fate == "saved")
         offloads = any(row.fate == "offloaded" for row in rows)
-        temporary = self._temporary + (self._in_flight if offloads else 0)
+        temporary += self._in_flight if offloads else 0
         exchange, buffers = self._exchange, self._pipeline_buffers
         total = (
             self.parameters
             + self.optimizer
             + self.weights_for_compute
-            + self.gradients
+            + gradients
             + activations
             + exchange
             + buffers
@@ -168,7 +172,7 @@ class MemoryModel:
             parameters=self.parameters,
             optimizer=self.optimizer,
             weights_for_compute=self.weights_for_compute,
-            gradients=self.gradients,
+            gradients=gradients,
             activations=activations,
             exchange=exchange,
             pipeline_buffers=buffers,
@@ -183,13 +187,39 @@ class MemoryModel:
 
     # Activations
 
-    def _held_alone(self) -> Counter[NamePlan]:
-        """One microbatch of all layers."""
+    def _alone(self) -> tuple[Counter[NamePlan], int, int]:
+        """Tensors, gradients and temporaries without a pipeline, when they are most together.
+
+        Layer by layer the backward pass gives up what was kept and makes gradients. Sums over
+        microbatches and scanned stacks have their full size before.
+        """
+        training, places = self.config.training, places_of(self.config)
+        layers = [
+            (place.group, self._of_layer(place.group, self.objective.layer_policies[place.layer]))
+            for place in places
+        ]
         names: Counter[NamePlan] = Counter()
-        for place in places_of(self.config):
-            policy = self.objective.layer_policies[place.layer]
-            names.update(self._of_layer(place.group, policy))
-        return names
+        for _, of_layer in layers:
+            names.update(of_layer)
+        growing = training.num_microbatches == 1 and not training.scan_layers
+        number = Counter(place.group for place in places)
+        made = sum(self.gradients.values())
+        if growing:  # first those of the head, last those of the embedding
+            later = number.keys() | (set() if self.config.model.tie_embeddings else {"embedding"})
+            made -= sum(self.gradients[part] for part in later)
+        moments = [(Counter(names), made, self._logits)]
+        for group, of_layer in reversed(layers):
+            made += self.gradients[group] // number[group] if growing else 0
+            again = sum(size for key, size in of_layer.items() if key.fate == "recomputed")
+            largest = max(self.bytes_by_name(group).values())
+            moments.append((Counter(names), made, again + largest))
+            names.subtract(of_layer)
+
+        def size(moment: tuple[Counter[NamePlan], int, int]) -> int:
+            names, *others = moment
+            return sum(others) + sum(n for key, n in names.items() if key.fate == "saved")
+
+        return max(moments, key=size)
 
     def _held_in_pipeline(self) -> list[Counter[NamePlan]]:
         """For each rank, with the modules of multi-token prediction on the last stage's."""
@@ -361,17 +391,20 @@ class MemoryModel:
 
     @property
     def _temporary(self) -> int:
-        """The larger of a layer's backward pass (all its named tensors, and the gradient of the
-        largest) and of the head (logits of a part of the tokens)."""
+        """In a pipeline: the larger of a layer's backward pass (all its named tensors, and the
+        gradient of the largest) and of the head (logits of a part of the tokens)."""
         of_layers = []
         for group in groups_of(self.config):
             sizes = self.bytes_by_name(group).values()
             of_layers.append(sum(sizes) + max(sizes))
+        return max(*of_layers, self._logits)
+
+    @property
+    def _logits(self) -> int:
         model, parallel = self.config.model, self.config.parallel
         tokens = self._stream_bytes // model.hidden_size // self._itemsize
         tokens *= parallel.tp if parallel.sequence_parallel else 1
-        logits = tokens * model.vocab_size // parallel.tp * self._itemsize
-        return max(*of_layers, min(logits, LOGITS_BYTES))
+        return min(tokens * model.vocab_size // parallel.tp * self._itemsize, LOGITS_BYTES)
 
     @property
     def _in_flight(self) -> int:

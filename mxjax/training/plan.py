@@ -26,6 +26,7 @@ from mxjax.moe.buckets import BucketChooser
 from mxjax.remat.layers import layer_policies
 from mxjax.remat.sizes import parse_size
 from mxjax.sharding.hlo_collectives import KINDS, Collective, collectives
+from mxjax.sharding.rules import ParamInfo
 from mxjax.training.flops import model_flops_per_token, parameter_counts
 from mxjax.training.gradients import Objective
 from mxjax.training.memory_plan import Advice, MemoryModel, StagePlan
@@ -247,7 +248,7 @@ def memory_model(
         optimizer=optimizer,
         optimizer_on_host=host,
         weights_for_compute=weights_for_compute(programs.objective, state.params),
-        gradients=gradient_bytes(programs),
+        gradients=gradients_by_part(programs),
         stagewise=stagewise,
         device=device,
     )
@@ -277,7 +278,7 @@ def _memory(programs: Programs, compiled: Any, fullest: StagePlan) -> MemoryPlan
     parameters, optimizer = _bytes(state.params), _bytes(state.opt_state)
     other, batch = _bytes(state) - parameters - optimizer, _bytes(programs.abstract_batch())
     weights = weights_for_compute(programs.objective, state.params)
-    gradients = gradient_bytes(programs)
+    gradients = fullest.gradients
     known = parameters + optimizer + other + batch + weights + gradients
     device = fullest.device
     return MemoryPlan(
@@ -323,34 +324,41 @@ def weights_for_compute(objective: Objective, params: Any) -> int:
     return total + largest_layer
 
 
-def gradient_bytes(programs: Programs) -> int:
-    """Bytes of one device's gradients, see `MemoryPlan.gradients`."""
+def gradients_by_part(programs: Programs) -> dict[str, int]:
+    """Bytes of one device's gradients, see `MemoryPlan.gradients`, by part of the model."""
     objective, state = programs.objective, programs.abstract_state
     training, stage = objective.config.training, objective.config.parallel.zero_stage
     pipelined = isinstance(objective, PipelinedObjective)
+    parts = objective.model.parts
     if training.num_microbatches > 1 or pipelined:
 
-        def sharding(name: str):
+        def spec(name: str, info: ParamInfo) -> PartitionSpec:
             # Pipeline stages sum up those of embedding and head whole.
             whole = stage < 2 or (pipelined and name not in objective.stacks.groups)
-            return objective.zero[name].compute if whole else objective.zero[name].stored
+            zero = objective.zero[name]
+            return (zero.compute if whole else zero.stored).spec(info.axes)
 
-        return sum(
-            _shard_bytes(objective.mesh, info.shape, jnp.float32, sharding(name).spec(info.axes))
+        return {
+            name: sum(
+                _shard_bytes(objective.mesh, info.shape, jnp.float32, spec(name, info))
+                for info in jax.tree.leaves(parts[name].infos)
+            )
             for name in objective.zero
-            for info in jax.tree.leaves(objective.model.parts[name].infos)
-        )
+        }
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = programs.abstract_batch()
     gradients, _ = jax.eval_shape(
         objective.loss_and_gradients(), state.params, state.expert_bias, batch, key
     )
-    return sum(
-        _shard_bytes(objective.mesh, leaf.shape, leaf.dtype, spec)
-        for leaf, spec in zip(
-            jax.tree.leaves(gradients), jax.tree.leaves(objective.param_specs), strict=True
+    return {
+        name: sum(
+            _shard_bytes(objective.mesh, leaf.shape, leaf.dtype, spec)
+            for leaf, spec in zip(
+                jax.tree.leaves(tree), jax.tree.leaves(objective.param_specs[name]), strict=True
+            )
         )
-    )
+        for name, tree in gradients.items()
+    }
 
 
 def _bytes(tree: Any, on_host: bool = False) -> int:

@@ -1,11 +1,13 @@
 """Attention against loops in float64, and which implementation runs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.kernels.attention import causal_attention
+from mxjax.kernels.attention import causal_attention, stand_in
 
 B, S, N, D = 2, 9, 4, 8
 
@@ -130,3 +132,27 @@ def test_auto_takes_cudnn_where_it_can_run(gpu):
     assert plain["mask"] is None
     same = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
     np.testing.assert_array_equal(packed["mask"], same[None, None])
+
+
+def test_the_stand_in_for_plans_has_the_sizes_of_cudnns_call():
+    """Results and gradients of the same types, scores nowhere; with segments, one mask."""
+    S, G, D, E = 256, 2, 24, 16
+    q, k, v = (
+        jax.ShapeDtypeStruct((B, S, heads, width), jnp.bfloat16)
+        for heads, width in ((N, D), (G, D), (G, E))
+    )
+    ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
+
+    def both(q, k, v, ids):
+        out, pullback = jax.vjp(partial(causal_attention, segment_ids_BS=ids), q, k, v)
+        return out, pullback(out)
+
+    def largest(ids):
+        with stand_in():
+            jaxpr = jax.make_jaxpr(both)(q, k, v, ids)
+        types = [aval.str_short() for aval in jaxpr.out_avals]
+        assert types == [aval.str_short() for aval in jax.make_jaxpr(both)(q, k, v, ids).out_avals]
+        return max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars)
+
+    assert largest(None) == B * S * N * D
+    assert largest(ids) == B * S * S

@@ -50,6 +50,29 @@ def test_names_of_one_device(small_config, model_of):
     assert stage.headroom is None, "a CPU does not say what it has"
 
 
+def test_gradients_grow_as_activations_go(small_config, model_of):
+    """Two unrolled layers: with all activations the peak is where the last layer's gradients come
+    to those of the head; with little kept it is where the first layer's do. Scanned, all gradients
+    are there from the first."""
+
+    def stage_of(**changes):
+        (stage,) = model_of(small_config("llama", **changes)).stages()
+        return stage
+
+    scanned = stage_of()
+    unrolled = {"training": {"scan_layers": False}}
+    kept = stage_of(**unrolled)
+    wide = {"model": {"ffn_hidden_size": 2400}, "remat": "full"}
+    again, whole = stage_of(**unrolled, **wide), stage_of(**wide)
+    model = small_config("llama").model
+    outside = 2 * 4 * model.vocab_size * model.hidden_size  # embedding and head
+    layers = scanned.gradients - outside - 4 * model.hidden_size  # the last norm
+    assert kept.gradients == scanned.gradients - outside // 2 - layers // 2
+    assert saved(kept) == saved(scanned)
+    assert again.gradients == whole.gradients - outside // 2
+    assert 2 * sum(saved(again).values()) == sum(saved(whole).values())
+
+
 def test_pipeline_stages(small_config, model_of):
     """1F1B over 2 ranks, 4 microbatches of 2 sequences, a layer each: rank 0 holds 2, rank 1 one.
     One program has the larger rings on both."""

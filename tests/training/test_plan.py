@@ -14,7 +14,7 @@ from mxjax.sharding import mesh
 from mxjax.training.plan import (
     PLAN_VERSION,
     as_table,
-    gradient_bytes,
+    gradients_by_part,
     make_plan,
     weights_for_compute,
 )
@@ -158,7 +158,7 @@ def test_compute_copies_and_accumulators_by_zero_stage(small_config, mesh_of):
         programs = Programs(config, mesh_of(config))
         copies = weights_for_compute(programs.objective, programs.abstract_state.params)
         count = elements(programs.objective.model.infos)
-        sizes[stage] = (copies / count, gradient_bytes(programs) / count)
+        sizes[stage] = (copies / count, sum(gradients_by_part(programs).values()) / count)
     assert [sizes[stage] for stage in range(3)] == [(2, 4), (3, 4), (3, 2)]
     assert sizes[3][0] < 2
     assert sizes[3][1] == 2
