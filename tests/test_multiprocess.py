@@ -1,4 +1,4 @@
-"""Two processes of four CPU devices each, started as a user starts them."""
+"""Two processes of two CPU devices each, started as a user starts them."""
 
 import json
 import os
@@ -24,7 +24,7 @@ moe:
   moe_ffn_hidden_size: 16
   aux_loss_coeff: 0.01
   capacity_buckets: []
-parallel: {dp: 2, ep: 2, tp: 2}
+parallel: {dp: 2, tp: 2}
 training: {num_steps: 10000, seq_length: 32, global_batch_size: 8, compute_dtype: float32}
 optimizer: {lr: 0.001, schedule: constant}
 checkpoint: {save_interval: 5000}
@@ -47,7 +47,7 @@ def start(tmp_path):
             address = f"localhost:{probe.getsockname()[1]}"
         command = [sys.executable, "-m", "mxjax.train", "--config", str(path)]
         command += ["--coordinator-address", address, "--num-processes", "2"]
-        overrides = (f"run_dir={tmp_path / 'two'}", "parallel.cpu_devices=4", *overrides)
+        overrides = (f"run_dir={tmp_path / 'two'}", "parallel.cpu_devices=2", *overrides)
         processes = [
             subprocess.Popen(
                 [*command, "--process-id", str(index), *overrides],
@@ -95,7 +95,7 @@ def test_two_processes_train_stop_and_resume_as_one_process_does(tmp_path, start
     assert "step" not in re.sub(r"^.*Gloo.*$", "", outputs[1], flags=re.MULTILINE)
 
     alone = tmp_path / "one"
-    config = ["--config", str(tmp_path / "small.yaml"), f"run_dir={alone}"]
+    config = ["--config", str(tmp_path / "small.yaml"), f"run_dir={alone}", "parallel.dp=4"]
     assert train.main([*config, last, *more]) == 0
     for key in ("loss", "grad_norm", "eval_loss"):
         assert losses(run_dir, key) == pytest.approx(losses(alone, key), rel=2e-5), key

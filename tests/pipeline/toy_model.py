@@ -91,18 +91,19 @@ def plain(toy, layers, outer):
     """Loss, sums per layer, and gradients, without a pipeline and recompute."""
     toy = dataclasses.replace(toy, recompute=False)
 
-    def objective(layers, outer):
-        stats = toy.empty_statistics()
-        for m in range(toy.tokens.shape[0]):
-            x, ctx = toy.embed(outer, m), toy.context(m)
-            for i, weights in enumerate(layers):
-                kind = toy.kinds[i >= toy.num_wide]
-                x, extra, of_layer = toy.layer(kind, weights, x, toy.side(kind, ctx, i))
-                stats = toy.add_layer(stats, kind, i, extra, of_layer)
-            stats = toy.add_head(stats, m, toy.head(outer, x, m)[1])
+    def objective(layers, outer, m):
+        stats, x, ctx = toy.empty_statistics(), toy.embed(outer, m), toy.context(m)
+        for i, weights in enumerate(layers):
+            kind = toy.kinds[i >= toy.num_wide]
+            x, extra, of_layer = toy.layer(kind, weights, x, toy.side(kind, ctx, i))
+            stats = toy.add_layer(stats, kind, i, extra, of_layer)
+        stats = toy.add_head(stats, m, toy.head(outer, x, m)[1])
         return stats[0], stats
 
-    (_, stats), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(layers, outer)
+    # One microbatch is compiled, not all of them in a row.
+    run = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))
+    each = [run(layers, outer, m) for m in range(toy.tokens.shape[0])]
+    (_, stats), grads = jax.tree.map(lambda *parts: sum(parts), *each)
     return stats, grads
 
 

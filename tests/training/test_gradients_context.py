@@ -43,11 +43,9 @@ def test_gpt2(small_config, assert_parity):
     [
         ("alltoall", {"cp": 2, "ep": 2} | ZERO_3),
         ("allgather", {"cp": 2, "sp": 2, "tp": 2, "expert_tensor_parallel": False} | GATHER),
-        ("allgather", {"sp": 2, "ep": 2, "zero_stage": 1}),
-        ("alltoall", {"cp": 2} | GATHER | ZERO_3),
+        ("allgather", {"sp": 2, "ep": 2} | ZERO_3),
         ("alltoall", {"cp": 4} | ZERO_3),
         ("alltoall", {"cp": 4} | GATHER | ZERO_3),
-        ("alltoall", {"sp": 2} | ZERO_3),
         ("alltoall", {"cp": 2, "sp": 2} | ZERO_3),
     ],
     ids=str,
@@ -61,7 +59,6 @@ def test_qwen3_moe(small_config, assert_parity, dispatcher, parallel):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"cp": 2} | ZERO_3,
         {"cp": 4} | ZERO_3,
         {"cp": 4} | GATHER | ZERO_3,
         {"sp": 2} | ZERO_3,
@@ -71,5 +68,6 @@ def test_qwen3_moe(small_config, assert_parity, dispatcher, parallel):
     ids=str,
 )
 def test_deepseek_v3(small_config, assert_parity, parallel):
-    """Values narrower than keys, and targets several tokens ahead, over the borders of ranks."""
-    assert_parity(small_config("deepseek_v3", parallel=parallel))
+    """Values narrower than keys, and targets several tokens ahead, over the borders of ranks. One
+    dense layer, and the module that predicts later tokens, which has experts."""
+    assert_parity(small_config("deepseek_v3", model={"num_layers": 1}, parallel=parallel))

@@ -12,8 +12,7 @@ CASES = {
     "dropout, fewer microbatches than stages, tied embedding": (
         "gpt2", {"num_layers": 4, **DROPOUT}, {"pp": 4},
         {"schedule": "1f1b"}, {"num_microbatches": 2},
-        RematConfig(policy="norm", rules=(RematRule(stages="0", policy="full"),
-                                          RematRule(stages="3", policy="attention"))),
+        RematConfig(policy="norm", rules=(RematRule(stages="3", policy="full"),)),
     ),
     "ep, dp, latent attention, prediction of later tokens; tiers that differ within a stage": (
         "deepseek_v3", {"num_layers": 3}, {"pp": 2, "ep": 2, "dp": 2, "zero_stage": 2},
@@ -24,10 +23,10 @@ CASES = {
     "two chunks a rank, stages with policies of their own": (
         "llama", {"num_layers": 4, **DROPOUT}, {"pp": 2},
         {"schedule": "dualpipev"}, {"num_microbatches": 4},
-        RematConfig(rules=(RematRule(stages="0", policy="full"), RematRule(stages="2", policy="norm"))),
+        RematConfig(rules=(RematRule(stages="0,2", policy="full"),)),
     ),
     "tp, three empty places": (
-        "deepseek_v3", {"num_layers": 5}, {"pp": 4, "tp": 2},
+        "deepseek", {"num_layers": 5}, {"pp": 4, "tp": 2},
         {"schedule": "interleaved", "empty_layers": "auto"}, {"num_microbatches": 4}, "none",
     ),
     "cp": (
@@ -41,16 +40,21 @@ CASES = {
 }  # fmt: skip
 
 
+TOLERANCES = {"1f1b": 1e-6, "dualpipev": 1e-6, "zbh1": 2e-6}
+"""Of cases with policies for layers. That of ZBH1 has axes besides, over which sums have another
+order: from the same layout without policies it differs by less than 5e-7."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(small_config, assert_parity, name):
     shape, model, parallel, pipeline, training, remat = CASES[name]
-    assert_parity(
-        small_config(
-            shape,
-            model=model,
-            parallel=parallel,
-            pipeline=pipeline,
-            training=training,
-            remat=remat,
-        )
+    config = small_config(
+        shape,
+        model=model,
+        parallel=parallel,
+        pipeline=pipeline,
+        training=training,
+        remat=remat,
     )
+    policies = isinstance(remat, RematConfig)
+    assert_parity(config, TOLERANCES[pipeline["schedule"]] if policies else 2e-5)
