@@ -292,8 +292,9 @@ class CheckpointStore:
             lines = "\n".join(f"  {line}" for line in differing)
             raise CheckpointMismatchError(
                 f"Checkpoint {step} in {self.directory} does not fit this run's state:\n{lines}\n"
-                "Resume with the model, optimizer and precision settings that wrote it, or start"
-                " anew with another run_dir."
+                "Resume with the model, optimizer and precision settings that wrote it (such as"
+                " training.param_dtype, optimizer.moments_dtype), or start anew with another"
+                " run_dir (init_from.path can take the weights of this one)."
             )
 
     def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:

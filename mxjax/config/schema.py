@@ -324,14 +324,15 @@ class InitFromConfig:
     goes on; false: weights alone, from step 0."""
 
 
-KernelChoice = Literal["auto", "xla", "mosaic", "triton"]
+KernelChoice = Literal["auto", "xla", "mosaic"]
+KernelChoiceWithTriton = Literal["auto", "xla", "mosaic", "triton"]
 
 
 @component
 class KernelOverrides:
     """Implementations of single ops, in place of `kernels.implementation`; null: as that says."""
 
-    swiglu: KernelChoice | None = None
+    swiglu: KernelChoiceWithTriton | None = None
     """SwiGLU, with or without a bias."""
     gelu: KernelChoice | None = None
     """GELU, with or without a bias."""
@@ -343,7 +344,7 @@ class KernelOverrides:
     """Residual addition and RMSNorm."""
     add_layer_norm: KernelChoice | None = None
     """Residual addition and LayerNorm."""
-    bias_dropout_add: KernelChoice | None = None
+    bias_dropout_add: KernelChoiceWithTriton | None = None
     """Bias, dropout and residual addition."""
     rope: KernelChoice | None = None
     """Rotary embedding."""
@@ -357,9 +358,9 @@ class KernelOverrides:
     """Matrix products of equal groups of rows, an expert each, with their gradients."""
     route: KernelChoice | None = None
     """Choice of experts, their weights and each token's place in their queues."""
-    permute: KernelChoice | None = None
+    permute: KernelChoiceWithTriton | None = None
     """Rows to the experts that they go to."""
-    unpermute: KernelChoice | None = None
+    unpermute: KernelChoiceWithTriton | None = None
     """Weighted sum of what the experts made of a row."""
 
 
@@ -370,7 +371,7 @@ class KernelsConfig:
     implementation: Literal["auto", "xla", "mosaic"] = "auto"
     """`xla`: what XLA makes of plain JAX; `mosaic`: kernels for NVIDIA Hopper GPUs, and an error
     where one cannot run; `auto`: for each op what was measured to be faster on this kind of
-    device, `xla` where nothing was measured."""
+    device at the nearest sizes, `xla` for ops that were not measured."""
     overrides: KernelOverrides = field(default_factory=KernelOverrides)
     """Other implementations of single ops."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ from mxjax.kernels.attention_block import (
     Implementation,
     cudnn_obstacle,
     grouped,
+    plans,
     same_segment,
     takes_cudnn,
     tiled_causal_attention,
@@ -35,29 +34,27 @@ from mxjax.kernels.implementation import mosaic_kernel
 LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""
 
-_plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", default="no")
-
 
 @contextmanager
 def always_tiled() -> Iterator[None]:
-    """What is traced inside keeps no scores, whatever the length, as cuDNN's attention would: for
-    plans of a GPU that are made elsewhere, from shapes."""
-    token = _plans.set("shapes")
+    """What is traced inside keeps no scores where cuDNN's attention would run, whatever the length:
+    for plans of a GPU that are made elsewhere, from shapes."""
+    token = plans.set("shapes")
     try:
         yield
     finally:
-        _plans.reset(token)
+        plans.reset(token)
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """What is traced inside has a kernel of the sizes of cuDNN's attention that does nothing: for
-    plans from programs that are compiled where cuDNN is not, and never run."""
-    token = _plans.set("program")
+    """What is traced inside has, where cuDNN's attention would run, a kernel of its sizes that does
+    nothing: for plans from programs that are compiled where cuDNN is not, and never run."""
+    token = plans.set("program")
     try:
         yield
     finally:
-        _plans.reset(token)
+        plans.reset(token)
 
 
 def causal_attention(
@@ -84,12 +81,13 @@ def causal_attention(
       ValueError: `cudnn` was named and cannot run this call.
     """
     has_dropout = dropout_rate > 0 and dropout_key is not None
-    if _plans.get() == "program" and cudnn_obstacle(q_BSND, has_dropout, backend="gpu") is None:
+    cudnn = takes_cudnn(implementation, cudnn_obstacle(q_BSND, has_dropout))
+    if cudnn and plans.get() == "program":
         return _stand_in_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS)
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
-    if not takes_cudnn(implementation, cudnn_obstacle(q_BSND, has_dropout)):
+    if not cudnn or plans.get() == "shapes":
         rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
-        if q_BSND.shape[1] > LONG_SEQUENCE or _plans.get() != "no":
+        if q_BSND.shape[1] > LONG_SEQUENCE or cudnn:
             options = BlockOptions(scale, rate, "xla")
             return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
         out = _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)

@@ -19,6 +19,7 @@ D width of query and key heads, E width of value heads.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -41,6 +42,9 @@ TILE_ROWS = 512
 
 RESULTS = ("attention_out", "attention_log_sum_exp")
 """Names, for recompute policies, of what the backward pass needs and is dear to compute again."""
+
+plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", default="no")
+"""What is traced is for a plan of a GPU that is not here; see `attention.py`."""
 
 type SegmentIds = tuple[jax.Array, jax.Array]
 """int32 of the queries [B, Q] and of the keys [B, K]."""
@@ -289,13 +293,10 @@ CUDNN_MASKED = -(2.0**41)
 """What JAX adds to a score that a mask excludes, in bf16."""
 
 
-def cudnn_obstacle(q_BQND: jax.Array, dropout: bool, backend: str | None = None) -> str | None:
-    """Why cuDNN's attention cannot run with these queries; None: it can.
-
-    Args:
-      backend: where; None: here.
-    """
-    if (backend or jax.default_backend()) != "gpu":
+def cudnn_obstacle(q_BQND: jax.Array, dropout: bool) -> str | None:
+    """Why cuDNN's attention cannot run with these queries, here or where it is planned for; None:
+    it can."""
+    if plans.get() == "no" and jax.default_backend() != "gpu":
         return "no NVIDIA GPU"
     if q_BQND.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in 16 bits, not {q_BQND.dtype}"
@@ -310,7 +311,8 @@ def _takes_cudnn(q_BQND, k_BKGD, segment_ids, options: BlockOptions) -> bool:
     odd = q_BQND.shape[1] % 2 or k_BKGD.shape[1] % 2
     if obstacle is None and segment_ids is not None and odd:
         obstacle = "with document masks it needs an even number of queries and keys in a block"
-    return takes_cudnn(options.implementation, obstacle)
+    # In plans the other form takes its place, whatever of cuDNN would run.
+    return takes_cudnn(options.implementation, obstacle) and plans.get() == "no"
 
 
 def takes_cudnn(implementation: Implementation, obstacle: str | None) -> bool:

@@ -22,6 +22,9 @@ from mxjax.kernels.implementation import mosaic_kernel, mosaic_obstacle, num_mul
 WARPGROUP = 128
 """Threads of a warpgroup; a vector in registers is a multiple of it long."""
 
+SHARED_BYTES = 220 * 1024
+"""Of a multiprocessor's 227 KiB."""
+
 COPY_BYTES = 16
 """Rows begin at multiples of it: what the copy engine wants."""
 

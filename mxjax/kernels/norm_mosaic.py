@@ -16,10 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.implementation import mosaic_kernel, mosaic_obstacle, num_multiprocessors
-from mxjax.kernels.mosaic_stream import PARAMETERS, WARPGROUP, stream
+from mxjax.kernels.mosaic_stream import PARAMETERS, SHARED_BYTES, WARPGROUP, stream
 
-SHARED_BYTES = 220 * 1024
-"""Of a multiprocessor's 227 KiB."""
 STEP_BYTES = 8 * 1024
 """A step takes at least so many bytes of each input."""
 MOST_CHUNKS = 32
@@ -36,7 +34,7 @@ class RowBlocks:
     rows: int = 0
     """Rows of a step; 0: about `STEP_BYTES`."""
     stages: int = 0
-    """Steps in flight; 0: up to 4, as the shared memory allows."""
+    """Steps in flight, at most; 0: 4. One is the least that there must be memory for."""
     per_multiprocessor: int = 2
     """Thread blocks that share a multiprocessor."""
 
@@ -176,6 +174,12 @@ def _statistics(value: Callable, H: int, kind: NormKind):
     return mean, lax.rsqrt(squares / H + kind.epsilon)
 
 
+def stages_that_fit(blocks: RowBlocks, slot_bytes: int, weight_bytes: int) -> int:
+    """Steps in flight: blocks measured for one width may be too large for another."""
+    fitting = (SHARED_BYTES // blocks.per_multiprocessor - weight_bytes) // slot_bytes
+    return min(blocks.stages or 4, max(fitting, 1))
+
+
 def _map_rows(
     function: Callable,
     inputs: Sequence[jax.Array],
@@ -200,8 +204,7 @@ def _map_rows(
     R = blocks.rows or max(1, STEP_BYTES // row_bytes)
     slot_bytes = (len(inputs) + num_outputs) * R * row_bytes
     weight_bytes = sum(w.size * w.dtype.itemsize for w in weights)
-    fitting = (SHARED_BYTES // blocks.per_multiprocessor - weight_bytes) // slot_bytes
-    stages = blocks.stages or min(max(fitting, 1), 4)
+    stages = stages_that_fit(blocks, slot_bytes, weight_bytes)
     steps = pl.cdiv(T, R)
     grid = min(steps, num_multiprocessors() * blocks.per_multiprocessor)
     chunks = _chunks(H)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.implementation import mosaic_kernel, mosaic_obstacle, num_multiprocessors
-from mxjax.kernels.mosaic_stream import COPY_BYTES, PARAMETERS, stream
+from mxjax.kernels.mosaic_stream import COPY_BYTES, PARAMETERS, SHARED_BYTES, stream
 
 COPY_COLUMNS = 256
 """The copy engine takes up to so many columns at a time."""
@@ -30,7 +30,7 @@ class RopeBlocks:
     heads: int = 4
     """Heads of a step, at most."""
     stages: int = 2
-    """Steps in flight."""
+    """Steps in flight, at most."""
     per_multiprocessor: int = 3
     """Thread blocks that share a multiprocessor."""
 
@@ -78,6 +78,23 @@ def _pack(low: jax.Array, high: jax.Array) -> jax.Array:
     return (rounded(low) >> 16) | (rounded(high) & jnp.uint32(0xFFFF0000))
 
 
+def heads_and_stages_that_fit(
+    blocks: RopeBlocks, num_heads: int, head_bytes: int, num_pairs: int
+) -> tuple[int, int]:
+    """Blocks measured for one width of heads may be too large for another."""
+
+    def size(heads: int, stages: int) -> int:
+        tables = 2 * num_pairs * jnp.dtype(jnp.float32).itemsize
+        return stages * blocks.rows * (2 * heads * head_bytes + tables)
+
+    heads, stages = math.gcd(num_heads, blocks.heads), blocks.stages
+    if size(heads, stages) > SHARED_BYTES:
+        heads = 1
+    while stages > 1 and size(heads, stages) > SHARED_BYTES:
+        stages -= 1
+    return heads, stages
+
+
 def _rotate(x_TND, cos_TP, sin_TP, blocks: RopeBlocks):
     """x is floats, a pair P columns apart, or words that hold pairs."""
     (T, N, D), P = x_TND.shape, cos_TP.shape[1]
@@ -86,7 +103,8 @@ def _rotate(x_TND, cos_TP, sin_TP, blocks: RopeBlocks):
     widths = [P] * len(starts)
     if rest := D - P * len(starts):
         starts, widths = [*starts, D - rest], [*widths, rest]
-    R, stages, heads = blocks.rows, blocks.stages, math.gcd(N, blocks.heads)
+    R = blocks.rows
+    heads, stages = heads_and_stages_that_fit(blocks, N, D * x_TND.dtype.itemsize, P)
     row_blocks, head_blocks = pl.cdiv(T, R), N // heads
     tiles = row_blocks * head_blocks
     grid = min(tiles, num_multiprocessors() * blocks.per_multiprocessor)

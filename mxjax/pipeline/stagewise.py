@@ -288,13 +288,13 @@ class _Program:
     """
 
     def __init__(self, jitted: Any, first_runs: Lock):
-        self._jitted, self._first_runs = jitted, first_runs
+        self.lower, self._first_runs = jitted.lower, first_runs
         self._compiled: Callable | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         if self._compiled is not None:
             return self._compiled(*arguments)
-        compiled = self._jitted.lower(*arguments).compile()
+        compiled = self.lower(*arguments).compile()
         with self._first_runs:
             results = jax.block_until_ready(compiled(*arguments))
         self._compiled = compiled

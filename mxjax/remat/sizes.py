@@ -10,6 +10,9 @@ _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("kMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
 
 
+_SHOWN = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
 class SizeError(ValueError):
     """A text that names no size."""
 
@@ -27,8 +30,11 @@ def parse_size(text: str) -> int:
 
 
 def gib(size: float) -> str:
-    """`1.25 GiB`."""
-    return f"{size / 2**30:,.2f} GiB"
+    """`1.25 GiB`; what would be nearly none in smaller units."""
+    unit, name = next(
+        (unit, name) for unit, name in _SHOWN if size >= unit / 10 or unit == _SHOWN[-1][0]
+    )
+    return f"{size / unit:,.2f} {name}"
 
 
 def host_memory() -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from jax.sharding import Mesh
 
 from mxjax.config import Config, ConfigError, Problem
@@ -38,11 +40,16 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
     wanted = sum(number * size for number, size in ranks)
     if wanted <= available:
         return
-    key = "remat.offload" if activations else "optimizer.offload"
-    value = list(config.remat.offload) if activations else True
+    remat = config.remat
+    key, value = "optimizer.offload", True
+    if activations:
+        key, value = "remat.offload", list(remat.offload)
+        if not remat.offload:
+            key, value = "remat.rules", [asdict(rule) for rule in remat.rules if rule.offload]
     each = " + ".join(f"{number} x {gib(size)}" for number, size in ranks if number)
     message = (
         f"this process's devices (by pipeline rank: {each}) need {gib(wanted)}, and the host has "
-        f"{gib(available)} ({'free' if limit is None else 'by remat.host_memory'}); offload less"
+        f"{gib(available)} ({'free' if limit is None else 'by remat.host_memory'}); offload fewer "
+        f"tensors, or those of fewer layers{'' if limit is None else ', or raise that limit'}"
     )
     raise ConfigError([Problem(key, value, message)])

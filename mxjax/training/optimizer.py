@@ -66,9 +66,8 @@ def build_optimizer(
     optimizer = optax.chain(_without_decay(config, infos, filled or {}), decay)
 
     def init(params):
-        # Factors of Adafactor are small; all other arrays of real numbers here are moments.
         state = optimizer.init(params)
-        return _cast(state, config.moments_dtype) if config.moments_dtype else state
+        return _with_moments_in(state, config.moments_dtype) if config.moments_dtype else state
 
     return optax.GradientTransformation(init, optimizer.update)
 
@@ -94,6 +93,18 @@ def _stored(leaf: jax.Array, dtype: jnp.dtype, step: jax.Array, number: int) -> 
     if dtype != jnp.bfloat16:
         return leaf.astype(dtype)
     return round_stochastically(leaf, mix(step.astype(jnp.uint32)), mix(jnp.uint32(number)))
+
+
+MOMENTS = {"mu", "nu", "trace"}
+"""What optax calls them."""
+
+
+def _with_moments_in(state, dtype):
+    def cast(path, leaf):
+        named = any(getattr(key, "name", None) in MOMENTS for key in path)
+        return leaf.astype(dtype) if named else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, state)
 
 
 def _cast(state, dtype):

@@ -136,8 +136,14 @@ class Programs:
         gradients = self._objective(capacity_factor).stagewise(self._compiler_options())
         update = build_update(self.config, self.optimizer, capacity_factor)
 
-        @partial(jax.jit, out_shardings=self._step_shardings, donate_argnums=(0, 1))
-        def finish(state, grads, stats):
+        # The old copies are there to give their memory to the new ones.
+        @partial(
+            jax.jit,
+            out_shardings=self._step_shardings,
+            donate_argnums=(0, 1, 3),
+            keep_unused=True,
+        )
+        def finish(state, grads, stats, copies):
             state, result = update(state, grads, stats)
             return state, result, self.objective.copies(state.params)
 
@@ -146,7 +152,7 @@ class Programs:
         def step(state: TrainState, batch: dict[str, jax.Array], copies: Params):
             weights = with_copies(state.params, copies)
             key = key_of(state.step)
-            return finish(state, *gradients(weights, state.expert_bias, batch, key))
+            return finish(state, *gradients(weights, state.expert_bias, batch, key), copies)
 
         return step
 

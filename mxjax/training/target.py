@@ -2,7 +2,7 @@
 
 `jax-cuda13-pjrt` has the compiler for NVIDIA GPUs, which needs no GPU. What it compiles is the
 program that a GPU would get, but for what is chosen there by stopwatch (autotuning) and for cuDNN's
-attention, whose place the tiled form takes.
+attention, for which a kernel of the same sizes stands.
 """
 
 from __future__ import annotations

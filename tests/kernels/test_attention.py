@@ -156,3 +156,9 @@ def test_the_stand_in_for_plans_has_the_sizes_of_cudnns_call():
 
     assert largest(None) == B * S * N * D
     assert largest(ids) == B * S * S
+    # Where the run would not take cuDNN the plan has what it takes.
+    with stand_in():
+        plain = jax.eval_shape(partial(causal_attention, implementation="cudnn"), q, k, v)
+        jaxpr = jax.make_jaxpr(partial(causal_attention, implementation="xla"))(q, k, v)
+    assert plain.shape == (B, S, N, E)
+    assert max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars) >= B * N * S * S

@@ -13,8 +13,11 @@ from mxjax.kernels import triton_launch
 from mxjax.kernels.dropout import bias_dropout_add
 from mxjax.kernels.gelu import gelu
 from mxjax.kernels.implementation import ImplementationError, interpreted
+from mxjax.kernels.mosaic_stream import SHARED_BYTES
 from mxjax.kernels.norm import rms_norm
+from mxjax.kernels.norm_mosaic import RowBlocks, stages_that_fit
 from mxjax.kernels.permute import permute, plan_permute, unpermute
+from mxjax.kernels.rope_mosaic import RopeBlocks, heads_and_stages_that_fit
 from mxjax.kernels.swiglu import swiglu
 from tests.kernels.fused_ops import OPS, RATE, value_and_gradients
 
@@ -129,3 +132,16 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
         for op, call in calls.items():
             with pytest.raises(ImplementationError, match=f"{op}: .*'triton'.*{reason}"):
                 call(implementation="triton")
+
+
+def test_blocks_measured_at_one_width_fit_another():
+    """Fewer steps in flight, fewer heads of a step, where the shared memory would not do."""
+    measured = RowBlocks(stages=2, per_multiprocessor=2)
+    for width, stages in ((4096, 2), (12288, 1), (16384, 1)):  # add + LayerNorm in bf16
+        slot, weights = 4 * 2 * width, 2 * 2 * width
+        assert stages_that_fit(measured, slot, weights) == stages
+        assert stages * slot + weights <= SHARED_BYTES
+    measured = RopeBlocks(rows=32, heads=2, stages=2)
+    assert heads_and_stages_that_fit(measured, 8, 2 * 128, 64) == (2, 2)
+    assert heads_and_stages_that_fit(measured, 8, 4 * 256, 128) == (1, 2)
+    assert heads_and_stages_that_fit(measured, 8, 2 * 768, 256) == (1, 1)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mxjax.ckpt.store import CheckpointStore
 from mxjax.config.schema import CheckpointConfig, OptimizerConfig
 from mxjax.kernels.random_bits import round_stochastically
+from mxjax.sharding.rules import ParamInfo
 from mxjax.training.optimizer import build_optimizer, update_moments
 from mxjax.training.programs import Programs
 
@@ -100,3 +101,21 @@ def test_rounding_has_the_right_mean_and_is_the_same_however_an_array_is_split()
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a", None, "b")))
     np.testing.assert_array_equal(jax.jit(round_stochastically)(split, *words), rounded)
+
+
+def test_of_the_state_only_moments_are_in_bf16():
+    """Muon keeps the coefficients of its iteration there, too."""
+    params = {"dense_layers": {"up": jnp.ones((4, 4))}, "head": {"norm": jnp.ones(4)}}
+    infos = {
+        "dense_layers": {"up": ParamInfo((4, 4), jnp.float32, ("hidden", "ffn"))},
+        "head": {"norm": ParamInfo((4,), jnp.float32, ("hidden",))},
+    }
+    for name in ("adamw", "sgd", "muon"):
+        config = OptimizerConfig(name=name, moments_dtype="bfloat16")
+        state = build_optimizer(config, infos).init(params)
+        by_dtype = {jnp.bfloat16: set(), jnp.float32: set()}
+        for leaf in jax.tree.leaves(state):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                by_dtype[leaf.dtype.type].add(leaf.shape)
+        assert by_dtype[jnp.bfloat16] == {(4, 4), (4,)}, name
+        assert by_dtype[jnp.float32] <= {(3,)}, name
