@@ -140,7 +140,7 @@ class Programs:
         @partial(
             jax.jit,
             out_shardings=self._step_shardings,
-            donate_argnums=(0, 1, 3),
+            donate_argnums=(0, 3),
             keep_unused=True,
         )
         def finish(state, grads, stats, copies):
