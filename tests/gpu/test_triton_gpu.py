@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from mxjax.kernels.dropout import bias_dropout_add
-from mxjax.kernels.permute import permute, plan_row_groups, unpermute
-from mxjax.kernels.row_groups import sufficient_rows
-from tests.gpu.test_kernels_gpu import TILE, assert_near, same_bits
+from tests.gpu.test_kernels_gpu import assert_moves_rows_as_xla, assert_near, same_bits
 from tests.kernels.fused_ops import OPS, RATE, value_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -46,24 +44,4 @@ def test_the_same_elements_are_dropped():
 
 @pytest.mark.parametrize("sizes", [(4096, 64, 6, 2048), (2048, 8, 2, 1100)], ids=str)
 def test_permute_and_unpermute(sizes):
-    """With gradients of rows and weights, by the kernel and by XLA."""
-    T, E, K, H = sizes
-    rng = np.random.default_rng(0)
-    experts = np.argsort(rng.random((T, E)) * np.linspace(0.5, 1, E), axis=1)[:, :K]
-    rows = sufficient_rows(T * K, E, TILE)
-    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
-    weights = jnp.asarray(rng.random((T, K)), jnp.float32)
-
-    def there_and_back(implementation, x, weights):
-        plan, _ = plan_row_groups(jnp.asarray(experts, jnp.int32), E, rows, TILE)
-
-        def function(x, weights):
-            y = permute(x, plan, implementation=implementation)
-            return unpermute(y * 0.5, weights, plan, implementation=implementation)
-
-        out, pullback = jax.vjp(function, x, weights)
-        return out, pullback(jnp.sin(out.astype(jnp.float32)).astype(out.dtype))
-
-    got = same_bits(partial(there_and_back, "triton"), x, weights)
-    want = jax.jit(partial(there_and_back, "xla"))(x, weights)
-    assert_near(got, want, 2**-7)
+    assert_moves_rows_as_xla("triton", *sizes)
