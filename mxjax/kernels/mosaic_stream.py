@@ -154,7 +154,7 @@ def map_tiles(
     out_parts = [(o, b) for o, count in enumerate(out_branches) for b in range(count)]
     num_bias = 0 if bias is None else bias.shape[0]
 
-    def body(*refs, read, written, bias_tile, barrier, bias_barrier):
+    def tiles_kernel(*refs, read, written, bias_tile, barrier, bias_barrier):
         refs = list(refs)
         in_refs = [refs.pop(0) for _ in inputs]
         bias_ref = refs.pop(0) if num_bias else None
@@ -231,7 +231,7 @@ def map_tiles(
         types.append(jax.ShapeDtypeStruct(sums_shape, jnp.float32))
     tile = plgpu.SMEM((stages, R, C), dtype)
     outs = mosaic_kernel(
-        body,
+        tiles_kernel,
         out_type=types,
         grid=(grid,),
         grid_names=("block",),

@@ -211,7 +211,7 @@ def _map_rows(
     # Past the end nothing is copied, and `here` below leaves it out.
     rows_mode = WHOLE if T % R == 0 else plgpu.OOBFillMode.UNDEFINED
 
-    def body(*refs, read, written, weight_rows, barrier, weight_barrier):
+    def rows_kernel(*refs, read, written, weight_rows, barrier, weight_barrier):
         in_refs, refs = refs[: len(inputs)], refs[len(inputs) :]
         weight_refs, out_refs = refs[: len(weights)], refs[len(weights) :]
         block = lax.axis_index("block")
@@ -262,7 +262,7 @@ def _map_rows(
         types.append(jax.ShapeDtypeStruct((grid, num_sums, H), jnp.float32))
     slots = plgpu.SMEM((stages, R, H), dtype)
     outs = mosaic_kernel(
-        body,
+        rows_kernel,
         out_type=types,
         grid=(grid,),
         grid_names=("block",),

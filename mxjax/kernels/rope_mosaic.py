@@ -117,7 +117,7 @@ def _rotate(x_TND, cos_TP, sin_TP, blocks: RopeBlocks):
         turned = first * cos - second * sin, second * cos + first * sin
         return [_pack(*turned)] if packed else [part.astype(x_TND.dtype) for part in turned]
 
-    def body(x_ref, cos_ref, sin_ref, out_ref, *, read, written, table, barrier):
+    def rotation_kernel(x_ref, cos_ref, sin_ref, out_ref, *, read, written, table, barrier):
         block = lax.axis_index("block")
 
         def place(step):
@@ -156,7 +156,7 @@ def _rotate(x_TND, cos_TP, sin_TP, blocks: RopeBlocks):
 
     buffers = [plgpu.SMEM((stages, heads, R, width), x_TND.dtype) for width in widths]
     return mosaic_kernel(
-        body,
+        rotation_kernel,
         out_type=jax.ShapeDtypeStruct(x_TND.shape, x_TND.dtype),
         grid=(grid,),
         grid_names=("block",),

@@ -21,6 +21,7 @@ _BODIES = {
     "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",  # of a Pallas kernel
 }
 """Calls that only group operations, by the parameter that holds what they call. Derivatives have
 been taken when a graph is made, so their rules are of no further use."""

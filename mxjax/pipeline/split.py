@@ -40,6 +40,9 @@ transpose xor
 _CHEAP = frozenset(_CHEAP_NAMES.split())
 """Primitives that are bound by memory and read about as much as they write."""
 
+_CHEAP_KERNELS = frozenset({"tiles_kernel", "rows_kernel", "rotation_kernel"})
+"""Kernels of which the same is true: elementwise functions, norms, rotary embeddings."""
+
 _KEPT_LONGER = 8
 """Keeping a residual of F until W costs this many times less than a value of B's own: under delayed
 W most ranks' residual slots live that long in any case."""
@@ -165,11 +168,17 @@ def _names(graph: Graph) -> dict[int, str]:
     for op in reversed(graph.operations):
         if op.name == "name":
             found |= dict.fromkeys((*op.inputs, *op.outputs), op.eqn.params["name"])
-        elif op.name in _CHEAP:
+        elif _is_cheap(op):
             of_results = [found[v] for v in op.outputs if v in found]
             for value in op.inputs if of_results else ():
                 found.setdefault(value, of_results[0])
     return found
+
+
+def _is_cheap(op: Operation) -> bool:
+    if op.name == "mpmd_map":
+        return op.eqn.params["name"] in _CHEAP_KERNELS
+    return op.name in _CHEAP
 
 
 def _shape(graph: Graph, value: int) -> jax.ShapeDtypeStruct:
@@ -207,7 +216,7 @@ def _cut(
         outs = [v for v in op.outputs if v not in free and v not in given]
         if not outs:
             continue
-        expensive = op.name not in _CHEAP
+        expensive = not _is_cheap(op)
         if not late_values.isdisjoint(inputs) or (expensive and id(op) not in in_first):
             late_values.update(outs)
             sinks.update(v for v in inputs if v not in late_values)
