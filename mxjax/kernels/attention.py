@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +36,21 @@ LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""
 
 
-@contextmanager
-def always_tiled() -> Iterator[None]:
+def always_tiled() -> AbstractContextManager[None]:
     """What is traced inside keeps no scores where cuDNN's attention would run, whatever the length:
     for plans of a GPU that are made elsewhere, from shapes."""
-    token = plans.set("shapes")
-    try:
-        yield
-    finally:
-        plans.reset(token)
+    return _planned_from("shapes")
+
+
+def stand_in() -> AbstractContextManager[None]:
+    """What is traced inside has, where cuDNN's attention would run, a kernel of its sizes that does
+    nothing: for plans from programs that are compiled where cuDNN is not, and never run."""
+    return _planned_from("program")
 
 
 @contextmanager
-def stand_in() -> Iterator[None]:
-    """What is traced inside has, where cuDNN's attention would run, a kernel of its sizes that does
-    nothing: for plans from programs that are compiled where cuDNN is not, and never run."""
-    token = plans.set("program")
+def _planned_from(source: Literal["shapes", "program"]) -> Iterator[None]:
+    token = plans.set(source)
     try:
         yield
     finally:
