@@ -163,13 +163,14 @@ def _mosaic(logits_TE, bias_E, valid_T, rule):
     logits = jnp.pad(logits_TE, ((0, rows), (0, columns)), constant_values=LOWEST)
     bias = jnp.pad(bias_E, (0, columns), constant_values=mosaic.NOT_ALLOWED)
     valid = jnp.pad(valid_T.astype(jnp.float32), (0, rows))
-    experts, weights, ranks, counts_BE = mosaic.route(logits, bias, valid, E, rule)
-    counts_BE = counts_BE[:, :E]
-    counts_BE = counts_BE.astype(jnp.int32)
+    experts, weights, numbers = mosaic.route(logits, bias, valid, E, rule)
+    experts_TK, weights_TK = experts[:T], weights[:T]
+    counts_BE = numbers[block - 1 :: block, :E].astype(jnp.int32)
     before_BE = jnp.cumsum(counts_BE, axis=0) - counts_BE
-    experts_TK, weights_TK, ranks_TK = (x.T[:T] for x in (experts, weights, ranks))
-    block_T = jnp.arange(T) // block
-    ranks_TK += before_BE[block_T[:, None], jnp.maximum(experts_TK, 0)]
+    token_T1 = jnp.arange(T)[:, None]
+    expert_TK = jnp.maximum(experts_TK, 0)
+    ranks_TK = numbers[token_T1, expert_TK].astype(jnp.int32) - 1
+    ranks_TK += before_BE[token_T1 // block, expert_TK]
     return experts_TK, weights_TK, ranks_TK, jnp.sum(counts_BE, axis=0)
 
 

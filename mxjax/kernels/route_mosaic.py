@@ -1,9 +1,10 @@
 """Routing on Hopper GPUs. A warpgroup has 64 tokens in registers, with the scores of all experts;
 a token's experts are found by as many maxima as it gets experts. How many tokens up to one chose
 the same expert is a product with a triangle of ones, on the tensor cores: exact, and in a fixed
-order. Tokens of other blocks are added in `route.py`, since no block waits for another.
+order. `route.py` picks each choice's number, and adds
+tokens of other blocks, since no block waits for another.
 
-Shapes: T tokens, E experts, K choices, B = T / 64 blocks.
+Shapes: T tokens, E experts, K choices.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ def route(
     valid_T: jax.Array,
     num_experts: int,
     rule: RoutingRule,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of whole blocks of tokens, and of a multiple of 64 experts, of which the last may be none:
     their bias is `NOT_ALLOWED`. `valid_T` is fp32, 0 or 1.
 
     Returns:
-      experts int32 and weights fp32, both [K, T]; how many tokens of the same block before chose
-      the same expert, int32 [K, T]; tokens of each block that chose each expert, fp32 [B, E].
+      experts int32 and weights fp32, both [T, K]; how many tokens of the same block up to this one
+      chose each expert, fp32 [T, E].
     """
     T, E = logits_TE.shape
-    K, B = rule.topk, T // TOKENS
+    K = rule.topk
 
     def route_kernel(
         logits_gmem, bias_gmem, valid_gmem, triangle_gmem,
-        experts_gmem, weights_gmem, ranks_gmem, counts_gmem,
-        logits_smem, member_smem, triangle_smem, experts_smem, chosen_smem, arrived,
+        experts_gmem, weights_gmem, numbers_gmem,
+        logits_smem, member_smem, triangle_smem, chosen_smem, arrived,
     ):  # fmt: skip
         rows = pl.ds(lax.axis_index("block") * TOKENS, TOKENS)
         plgpu.copy_gmem_to_smem(logits_gmem.at[rows], logits_smem, arrived)
@@ -71,15 +72,14 @@ def route(
 
         def choose(k, compared):
             _, expert, hit = _best(compared)
-            experts_smem[k] = expert
             chosen_smem[k] = _pick(hit, _load(logits_smem))
-            experts_gmem[k, rows] = jnp.where(valid, expert, jnp.full_like(expert, -1))
+            experts_gmem[rows, k] = jnp.where(valid, expert, jnp.full_like(expert, -1))
             return jnp.where(hit, jnp.full_like(compared, TAKEN), compared)
 
         compared = lax.fori_loop(0, K, choose, compared)
         chosen = [plgpu.load(chosen_smem.at[k], layout=ROW) for k in range(K)]
         for k, weight in enumerate(_weights(chosen, largest, total, rule)):
-            weights_gmem[k, rows] = jnp.where(valid, weight, jnp.zeros_like(weight))
+            weights_gmem[rows, k] = jnp.where(valid, weight, jnp.zeros_like(weight))
 
         member = (compared == TAKEN) & _wide(valid, E)
         member_smem[...] = member.astype(jnp.float32).astype(jnp.bfloat16)
@@ -89,39 +89,30 @@ def route(
             plgpu.wgmma(acc, triangle_smem, member_smem)
             return acc[...]
 
-        number = pl.run_scoped(up_to_here, plgpu.ACC((TOKENS, E), jnp.float32))
-
-        @pl.loop(0, K)
-        def _(k):
-            expert = plgpu.load(experts_smem.at[k], layout=ROW)
-            rank = _pick(_columns(E) == _wide(expert, E), number)
-            ranks_gmem[k, rows] = rank.astype(jnp.int32) - 1
-
-        # The last token's numbers are the block's; they go out with some rows above.
-        logits_smem[...] = number
+        logits_smem[...] = pl.run_scoped(up_to_here, plgpu.ACC((TOKENS, E), jnp.float32))
         plgpu.commit_smem()
-        last = pl.ds(TOKENS - 8, 8)
-        plgpu.copy_smem_to_gmem(logits_smem.at[last], counts_gmem.at[lax.axis_index("block")])
+        plgpu.copy_smem_to_gmem(logits_smem, numbers_gmem.at[rows])
         plgpu.wait_smem_to_gmem(0)
 
-    integers, floats = (jax.ShapeDtypeStruct((K, T), dtype) for dtype in (jnp.int32, jnp.float32))
     triangle = jnp.asarray(np.tril(np.ones((TOKENS, TOKENS))), jnp.bfloat16)
     kernel = mosaic_kernel(
         route_kernel,
-        out_type=(integers, floats, integers, jax.ShapeDtypeStruct((B, 8, E), jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct((T, K), jnp.int32),
+            jax.ShapeDtypeStruct((T, K), jnp.float32),
+            jax.ShapeDtypeStruct((T, E), jnp.float32),
+        ),
         scratch_types=(
             swizzled((TOKENS, E), jnp.float32),
             swizzled((TOKENS, E), jnp.bfloat16),
             swizzled((TOKENS, TOKENS), jnp.bfloat16),
-            plgpu.SMEM((K, TOKENS), jnp.int32),
             plgpu.SMEM((K, TOKENS), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
         ),
-        grid=(B,),
+        grid=(T // TOKENS,),
         grid_names=("block",),
     )
-    experts, weights, ranks, counts = kernel(logits_TE, bias_E, valid_T, triangle)
-    return experts, weights, ranks, counts[:, -1]
+    return kernel(logits_TE, bias_E, valid_T, triangle)
 
 
 def _load(smem) -> jax.Array:
