@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        cases = _chosen(all_cases(arguments.small), arguments.op)
+        cases = _chosen(all_cases(arguments.small), arguments.op, arguments.case)
         return arguments.command(cases, arguments)
     except ImportError:
         print("--png needs Pillow: pip install 'mxjax[pictures]'", file=sys.stderr)
@@ -56,16 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     tuning.add_argument("--out", type=Path, metavar="FILE", help="instead of the table in use")
     for command in (bench, tuning):
         command.add_argument("--op", action="append", metavar="OP", help="only this op; repeatable")
+        command.add_argument("--case", metavar="TEXT", help="only cases with this in their name")
         command.add_argument("--small", action="store_true", help="tiny shapes, to try it out")
     return parser
 
 
-def _chosen(cases: list[Case], ops: list[str] | None) -> list[Case]:
+def _chosen(cases: list[Case], ops: list[str] | None, text: str | None) -> list[Case]:
     known = sorted({case.op for case in cases})
     for op in ops or ():
         if op not in known:
             raise ValueError(f"--op {op}: there is no such op; known are {', '.join(known)}")
-    return [case for case in cases if not ops or case.op in ops]
+    cases = [case for case in cases if not ops or case.op in ops]
+    chosen = [case for case in cases if text is None or text in case.name]
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        raise ValueError(f"--case {text}: it is in no name; there are {names}")
+    return chosen
 
 
 def _bench(cases: list[Case], arguments: argparse.Namespace) -> int:
@@ -73,13 +79,15 @@ def _bench(cases: list[Case], arguments: argparse.Namespace) -> int:
     title = f"{device_kind()}, JAX {jax.__version__}"
     print(f"{title}\n{'case':34}{'work':20}{'by':15}{'us':>10}{'TB/s':>8}{'of floor':>10}")
     results: list[Result] = []
-    for result in measure(cases, effort, with_peers=not arguments.no_peers):
-        results.append(result)
-        print(_line(result), flush=True)
-    if arguments.json:
-        rows = [dataclasses.asdict(result) for result in results]
-        content = {"device": device_kind(), "jax": jax.__version__, "results": rows}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        for result in measure(cases, effort, with_peers=not arguments.no_peers):
+            results.append(result)
+            print(_line(result), flush=True)
+    finally:  # an interrupted run keeps what it has
+        if arguments.json:
+            rows = [dataclasses.asdict(result) for result in results]
+            content = {"device": device_kind(), "jax": jax.__version__, "results": rows}
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.png:
         save_png(results, f"{title}: share of the floor", arguments.png)
     return 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,20 @@ def launch(kernel: Any, grid: tuple[int, ...], out: Any, *operands: jax.Array, *
     return results_vary_as_operands(_call(kernel, grid, out, sizes))(*operands)
 
 
-def _call(kernel: Any, grid: tuple[int, ...], out: Any, sizes: dict[str, Any]) -> Callable:
+def jax_triton_module() -> Any:
+    """The module. It empties `TRITON_CACHE_DIR` when it is first imported, with which nobody else
+    in the process could use Triton, `torch.compile` for one: put that back."""
+    before = os.environ.get("TRITON_CACHE_DIR")
     import jax_triton
 
+    os.environ.pop("TRITON_CACHE_DIR", None)
+    if before is not None:
+        os.environ["TRITON_CACHE_DIR"] = before
+    return jax_triton
+
+
+def _call(kernel: Any, grid: tuple[int, ...], out: Any, sizes: dict[str, Any]) -> Callable:
+    jax_triton = jax_triton_module()
     # Version 0.4 has given it another name.
     names = inspect.signature(jax_triton.triton_call).parameters
     results = {"out_type" if "out_type" in names else "out_shape": out}

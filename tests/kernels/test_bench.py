@@ -57,6 +57,30 @@ def test_what_cannot_be_done_is_said(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_interrupted_bench_keeps_what_it_has(tmp_path, monkeypatch):
+    found = measure.Result("swiglu", "SwiGLU", "forward", "xla", 1e-3, 10, 10, None)
+
+    def interrupted(*_, **__):
+        yield found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", interrupted)
+    file = tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["bench", "--small", "--json", str(file)])
+    assert json.loads(file.read_text())["results"] == [dataclasses.asdict(found)]
+
+
+def test_a_case_is_chosen_by_a_part_of_its_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "measure", lambda cases, *_, **__: seen.extend(cases) or ())
+    assert command.main(["bench", "--op", "grouped_matmul", "--case", "E8"]) == 0
+    assert [case.name for case in seen] == [
+        "grouped E8 4096->14336 even",
+        "grouped E8 4096->14336 skewed",
+    ]
+
+
 def test_a_call_is_timed_by_the_difference_of_one_chain_and_two(monkeypatch):
     """What it takes to send programs off and to wait for them drops out."""
     make = timing.random_floats((jax.ShapeDtypeStruct((4,), jnp.float32),))

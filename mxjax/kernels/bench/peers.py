@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ CLOCK = 2e9
 def times(
     name: str, sizes: tuple[int, ...], with_backward: bool, effort: Effort, least: float | None
 ) -> Iterator[tuple[str, float]]:
-    """(peer, seconds of one call) of every peer that has the case and can be imported.
+    """(peer, seconds of one call) of every peer that has the case, can be imported and works.
 
     Args:
       least: seconds that a call takes at least; None: not known.
@@ -47,7 +48,12 @@ def times(
         if liger is not None:
             candidates["Liger"] = liger
     for peer, function in candidates.items():
-        yield peer, _seconds(function, shapes, with_backward, effort, least)
+        try:
+            seconds = _seconds(function, shapes, with_backward, effort, least)
+        except Exception as error:  # whatever theirs raises, ours can still be timed
+            print(f"{peer}, {name}: failed: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+            continue
+        yield peer, seconds
 
 
 def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
