@@ -188,9 +188,10 @@ class MoEConfig:
     dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens reach the experts of other `ep` ranks; `alltoall` sends each token once per
     rank that holds one of its experts, `allgather` sends every token to every rank."""
-    expert_gemm: Literal["batched", "grouped"] = "batched"
+    expert_gemm: Literal["auto", "batched", "grouped"] = "auto"
     """Layout of the rows that a rank's experts work on. `batched`: equally many places for each
-    expert. `grouped`: one buffer for all of them, in which each has as many rows as it needs."""
+    expert. `grouped`: one buffer for all of them, in which each has as many rows as it needs.
+    `auto`: `grouped` where its kernels run (bf16 on Hopper GPUs), else `batched`."""
     capacity_buckets: tuple[Annotated[float, Field(ge=1)], ...] = (1.25, 2.0)
     """Sizes of the exchange and expert buffers, in multiples of perfect balance, smallest first.
     A step that overflows is repeated with the next one; the last resort, always present, holds

@@ -129,6 +129,19 @@ def _choose(op, implementation, x_dtype, w_dtype, groups: RowGroups, G, K, N, bl
     return choice.mosaic(blocks, mosaic.MatmulBlocks)
 
 
+def chooses_kernels(dtype: jax.typing.DTypeLike, G: int, K: int, N: int) -> bool:
+    """Whether such a product and both gradients would run by kernels, if none is named in the call.
+    Without them equal groups (`batched_matmul`) are faster."""
+    if obstacle(dtype, dtype, row_tile(), K, N) is not None:
+        return False
+    few_rows = shape_class(dtype, G * row_tile(), G, K, N)  # the number makes no difference
+    choices = (
+        choose(op, None, shape_class=few_rows, obstacles={"mosaic": None})
+        for op in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+    )
+    return all(choice.implementation == "mosaic" for choice in choices)
+
+
 def obstacle(x_dtype, w_dtype, tile: int, K: int, N: int) -> str | None:
     """Why the kernels cannot run such a call; None: they can."""
     if not x_dtype == w_dtype in (jnp.bfloat16, jnp.float16):

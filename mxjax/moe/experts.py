@@ -25,7 +25,7 @@ from jax import lax
 from mxjax.config.schema import ModelConfig, MoEConfig
 from mxjax.kernels.batched_matmul import batched_matmul
 from mxjax.kernels.gelu import gelu
-from mxjax.kernels.grouped_matmul import grouped_matmul, row_tile
+from mxjax.kernels.grouped_matmul import chooses_kernels, grouped_matmul, row_tile
 from mxjax.kernels.implementation import varying_alike
 from mxjax.kernels.permute import (
     PermutePlan,
@@ -48,7 +48,7 @@ class Experts(nnx.Module):
         E, H = moe.num_experts, model.hidden_size
         F = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         self.gated = model.activation == "swiglu"
-        self.grouped = moe.expert_gemm == "grouped"
+        self.expert_gemm = moe.expert_gemm
         std = model.init_method_std
         self.up = param(
             rngs,
@@ -85,6 +85,16 @@ class Experts(nnx.Module):
     def num_experts(self) -> int:
         """E, of this rank."""
         return self.up.shape[0]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether experts share one buffer."""
+        if self.expert_gemm != "auto":
+            return self.expert_gemm == "grouped"
+        E, H, *widths = self.up.shape
+        F, dtype = widths[-1], self.up[...].dtype
+        sizes = (H, math.prod(widths)), (F, H)
+        return all(chooses_kernels(dtype, E, *size) for size in sizes)
 
     @property
     def num_buffers(self) -> int:

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mxjax.config import ModelConfig, MoEConfig
+from mxjax.config.schema import KernelsConfig
+from mxjax.kernels import implementation
 from mxjax.kernels.permute import permute, plan_permute, unpermute
 from mxjax.models.parts import Part, layer_of
 from mxjax.models.transformer import Transformer
@@ -47,6 +49,25 @@ def plain(params, rows, experts, weights, placed, gated):
     up = jnp.einsum("rh,ehbf->rebf", rows, params["up"])
     act = jax.nn.silu(up[:, :, 0]) * up[:, :, 1] if gated else jax.nn.gelu(up[:, :, 0])
     return jnp.einsum("re,reh->rh", dense, jnp.einsum("ref,efh->reh", act, params["down"]))
+
+
+def test_auto_groups_where_kernels_of_grouped_products_run(monkeypatch):
+    model = ModelConfig(hidden_size=128, num_layers=1, activation="swiglu")
+    moe = MoEConfig(num_experts=E, router_topk=K, moe_ffn_hidden_size=64)
+
+    def grouped(dtype, **changes):
+        part = Part(lambda rngs: Experts(model, dataclasses.replace(moe, **changes), rngs))
+        params = part.init(jax.random.key(0))
+        return part.bind(jax.tree.map(lambda p: p.astype(dtype), params)).grouped
+
+    assert not grouped(jnp.bfloat16)
+    monkeypatch.setattr(implementation, "device_kind", lambda: "NVIDIA H200")
+    assert grouped(jnp.bfloat16)
+    assert not grouped(jnp.float32)
+    assert not grouped(jnp.bfloat16, moe_ffn_hidden_size=40)
+    assert not grouped(jnp.bfloat16, expert_gemm="batched")
+    with implementation.selected(KernelsConfig(implementation="xla")):
+        assert not grouped(jnp.bfloat16)
 
 
 @pytest.mark.parametrize(("expert_gemm", "capacity"), [("batched", 7), ("grouped", 32)])
