@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from train_step import BENCHMARKS, overrides_of
+from variants import BENCHMARKS, overrides_of
 
 GIB = 2**30
 

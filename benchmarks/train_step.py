@@ -3,9 +3,9 @@
     python benchmarks/train_step.py --models llama8L,dslite8L [--variants unrolled,scan-full]
         [--steps 10] [--json out.json] [--compile-ahead N] [section.key=value ...]
 
-A variant is a list of words of `WORDS` joined by `-`. Each runs in a process of its own, so that
-peak memory is its own; a step is timed from the host with the device drained before and after, and
-the median of `--steps` steps is reported. Each step gets new random tokens.
+A variant is words joined by `-`, see `overrides_of_word`. Each runs in a process of its own, so
+that peak memory is its own; a step is timed from the host with the device drained before and after,
+and the median of `--steps` steps is reported. Each step gets new random tokens.
 
 Nothing is timed that does not compute what it should: the first loss must be what random weights
 give on random tokens, and no step may have been rejected. With a router of its own choice the
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
+import itertools
 import json
 import math
 import os
@@ -26,126 +28,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from mxjax.models.presets import PRESETS
+from variants import BENCHMARKS, WORDS, overrides_of
 
-
-@dataclass(frozen=True)
-class Peer:
-    """Another trainer on the same model, as measured by us on one H200 (2026-11-29)."""
-
-    trainer: str
-    settings: str
-    tokens_per_second: float
-    tflops: float
-    peak_gib: float
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """One model: what the configuration sets, which variants are worth their time, the peers."""
-
-    config: dict
-    variants: str
-    peers: tuple[Peer, ...] = ()
-
-
-def shortened(preset: str, **model: object) -> dict:
-    """Sections of a published model with changes such as fewer layers."""
-    published = PRESETS[preset]
-    return {
-        "model": dataclasses.asdict(dataclasses.replace(published.model, **model)),
-        "moe": dataclasses.asdict(published.moe),
-        "data": {"document_mask": False},
-        "parallel": {"zero_stage": 0},
-    }
-
-
-BENCHMARKS = {
-    # Llama-3-8B with 8 layers, sequence 8192.
-    "llama8L": Benchmark(
-        shortened("llama3_8b", num_layers=8)
-        | {"training": {"seq_length": 8192, "global_batch_size": 2}},
-        "unrolled,unrolled-dots,scan,scan-dots",
-        (
-            Peer("MaxText 0.2.5", "B2, unscanned", 35348, 538, 53),
-            Peer("MaxText 0.2.5", "B1, unscanned", 31508, 480, math.nan),
-            Peer("torchtitan 0.2.2", "B2, no AC, FSDP1", 33958, 517, 57),
-            Peer("torchtitan 0.2.2", "B4, selective AC", 33829, 515, 64),
-            Peer("megatron-core 0.19.2", "B2, no TE, SDPA", 32809, 500, 85),
-            Peer("plain JAX, 60 lines", "B2, scanned, dots saved", 33062, 504, math.nan),
-        ),
-    ),
-    # DeepSeek-V2-Lite with 8 layers, sequence 4096. A small learning rate: routers stay as they
-    # begin, and the load of their experts is that of an untrained model.
-    "dslite8L": Benchmark(
-        shortened("deepseek_v2_lite", num_layers=8)
-        | {
-            "training": {"seq_length": 4096, "global_batch_size": 4},
-            "optimizer": {"lr": 1e-6},
-        },
-        "unrolled,unrolled-balanced,unrolled-dots,unrolled-dots-balanced,scan-full",
-        (
-            Peer("MaxText 0.2.5", "B4, full remat", 39575, 227, 90),
-            Peer("torchtitan 0.2.2", "B4, selective AC", 40083, 230, 73),
-            Peer("megatron-core 0.19.2", "B4, no TE, SDPA, torch grouped GEMM", 52046, 299, 109),
-        ),
-    ),
-    # A few seconds on a CPU: to try the script itself.
-    "tiny": Benchmark(
-        {
-            "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128},
-            "training": {"seq_length": 128, "global_batch_size": 2},
-        },
-        "unrolled,scan",
-    ),
-    "tiny-moe": Benchmark(
-        {
-            "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128},
-            "moe": {"num_experts": 8, "moe_ffn_hidden_size": 32},
-            "training": {"seq_length": 128, "global_batch_size": 2},
-        },
-        "unrolled,unrolled-balanced",
-    ),
-}
-
-WORDS = {
-    "unrolled": ["training.scan_layers=false"],
-    "scan": ["training.scan_layers=true"],
-    "dots": ["remat.policy=dots"],
-    "full": ["remat.policy=full"],
-    "norm": ["remat.policy=norm"],
-    "light": ["remat.tier=light"],
-    "medium": ["remat.tier=medium"],
-    "moe": ["remat.tier=full"],
-    "grouped": ["moe.expert_gemm=grouped"],
-    "xla": ["kernels.implementation=xla"],
-    "balanced": ["moe.force_balanced=true", "moe.capacity_buckets=[1.0]"],
-}
-"""What a word in a variant's name changes. Without `balanced` the router chooses, see BUCKETS."""
-
-BUCKETS = "moe.capacity_buckets=[1.05,1.1,1.2,1.3,1.5,1.75,2.0,2.5,3.0,4.0,6.0]"
 SPARE = 1.03
 """The bucket must hold this much more than the first step needs, as others need more or less."""
 
 WARM_UP_STEPS = 3
-
-
-def overrides_of(model: str, variant: str) -> list[str]:
-    """Settings of a variant such as `unrolled-dots`.
-
-    Raises:
-      ValueError: a word of it is not known.
-    """
-    words = variant.split("-")
-    if unknown := [word for word in words if word not in WORDS]:
-        raise ValueError(f"variant {variant!r}: {unknown[0]!r} is none of {', '.join(WORDS)}")
-    num_experts = BENCHMARKS[model].config.get("moe", {}).get("num_experts", 0)
-    buckets = [BUCKETS] if num_experts else []
-    return buckets + [override for word in words for override in WORDS[word]]
 
 
 # One variant, in a process of its own
@@ -154,17 +47,17 @@ def overrides_of(model: str, variant: str) -> list[str]:
 class Stepper:
     """Takes steps of one configuration, each with new random tokens."""
 
-    def __init__(self, config):
+    def __init__(self, config, mesh, before_state: Callable[[], object]):
         from mxjax.moe.buckets import BucketChooser
-        from mxjax.sharding.mesh import build_mesh
         from mxjax.training.programs import Programs
 
         self.config = config
-        self.programs = Programs(config, build_mesh(config.parallel))
+        self.programs = Programs(config, mesh)
         self.buckets = BucketChooser(config.moe.capacity_buckets)
         self.compile_seconds = 0.0
         self.seed = 0
         self._compile()
+        before_state()
         self.state = self.programs.create_state()
 
     def _compile(self) -> None:
@@ -227,29 +120,63 @@ class Overflow(Exception):
     """A step needed larger expert buffers."""
 
 
-def compile_only(config_file: str, overrides: list[str]) -> None:
-    """Fill JAX's compilation cache with the step that `measure` takes first."""
+READY = "ready"
+
+
+def wait_for_turn() -> None:
+    """Tell the parent that the step is compiled, and wait until the GPU is free."""
+    print(READY, flush=True)
+    sys.stdin.readline()
+
+
+def configured(config_file: str, overrides: list[str]):
+    """The configuration, with what `remat.mode` chooses, and its mesh."""
     import jax
 
     from mxjax.config import load_config
-    from mxjax.moe.buckets import BucketChooser
     from mxjax.sharding.mesh import build_mesh
-    from mxjax.training.programs import Programs
+    from mxjax.training.plan import fitted
 
     config = load_config(config_file, overrides, lambda _: jax.device_count())
-    programs = Programs(config, build_mesh(config.parallel))
-    programs.step(BucketChooser(config.moe.capacity_buckets).current)
+    mesh = build_mesh(config.parallel)
+    return fitted(config, mesh).config, mesh
 
 
-def measure(config_file: str, overrides: list[str], steps: int) -> dict:
+def compile_only(config_file: str, overrides: list[str]) -> None:
+    """Fill JAX's compilation cache with the step that `measure` takes first."""
+    from mxjax.moe.buckets import BucketChooser
+    from mxjax.training.programs import Programs
+
+    config, mesh = configured(config_file, overrides)
+    Programs(config, mesh).step(BucketChooser(config.moe.capacity_buckets).current)
+
+
+def profile_steps(stepper: Stepper, folder: str, steps: int = 3) -> None:
+    """Write a table of the kernels of a step, and the compiled program."""
+    import jax
+    from kernel_times import profile, table
+
+    program = stepper.programs.step_program(stepper.buckets.current).as_text()
+
+    def run() -> None:
+        for _ in range(steps):
+            stepper.step()
+        jax.block_until_ready(stepper.state)
+
+    rows = profile(run, steps, program)
+    Path(folder, "kernels.txt").write_text(table(rows))
+    with gzip.open(Path(folder, "program.txt.gz"), "wt") as file:
+        file.write(program)
+
+
+def measure(config_file: str, overrides: list[str], steps: int, profile_in: str | None) -> dict:
     """Figures of one variant, in this process."""
     import jax
 
-    from mxjax.config import load_config
     from mxjax.training.metrics import Throughput, peak_memory_bytes
 
-    config = load_config(config_file, overrides, lambda _: jax.device_count())
-    stepper = Stepper(config)
+    config, mesh = configured(config_file, overrides)
+    stepper = Stepper(config, mesh, before_state=wait_for_turn)
     first_loss = None
     while True:  # again after an overflow; there are finitely many buckets
         try:
@@ -262,6 +189,8 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict:
             break
         except Overflow:
             continue
+    if profile_in:
+        profile_steps(stepper, profile_in)
     seconds = [seconds for seconds, _ in taken[WARM_UP_STEPS:]]
     results = [result for _, result in taken[WARM_UP_STEPS:]]
     speed = Throughput.of(config.model, config.moe, config.training, jax.devices()).speed(
@@ -303,15 +232,36 @@ def check_first_loss(loss: float, config) -> None:
 # All of them
 
 
-def in_process(model: str, overrides: list[str], *arguments: str, **environment: str):
+class Process:
     """This script on one variant, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        config_file = Path(folder) / "config.yaml"
+
+    def __init__(self, model: str, overrides: list[str], *arguments: str, **environment: str):
+        self.folder = tempfile.TemporaryDirectory()
+        config_file = Path(self.folder.name) / "config.yaml"
         config_file.write_text(json.dumps(BENCHMARKS[model].config))
         command = [sys.executable, __file__, *arguments, "--config", str(config_file), *overrides]
-        return subprocess.run(
-            command, env={**environment, **os.environ}, capture_output=True, text=True
+        self.stderr = Path(self.folder.name) / "stderr"
+        self.process = subprocess.Popen(
+            command,
+            env={**environment, **os.environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr.open("w"),
+            text=True,
         )
+
+    def result(self) -> str | None:
+        """Its last line, once it has compiled and had its turn; None: it failed."""
+        while (line := self.process.stdout.readline()) and line.strip() != READY:
+            pass
+        stdout, _ = self.process.communicate("go\n" if line else None)
+        return None if self.process.returncode else stdout.strip().split("\n")[-1]
+
+    def error(self) -> str:
+        """What it said, in a line."""
+        lines = self.stderr.read_text().strip().splitlines() or ["no message"]
+        told = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
+        return (told or lines)[-1][:300]
 
 
 def compile_ahead(model: str, variants: list[str], overrides: list[str], at_once: int) -> None:
@@ -322,32 +272,47 @@ def compile_ahead(model: str, variants: list[str], overrides: list[str], at_once
     """
 
     def compile_variant(variant: str) -> None:
-        settings = overrides_of(model, variant) + overrides
-        in_process(
+        Process(
             model,
-            settings,
+            overrides_of(model, variant) + overrides,
             "--compile-only",
             XLA_PYTHON_CLIENT_PREALLOCATE="false",
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        )
+        ).result()
 
     with ThreadPoolExecutor(at_once) as threads:
         list(threads.map(compile_variant, variants))
 
 
-def run_variant(model: str, overrides: list[str], steps: int) -> dict:
-    """Figures of one variant, or its error."""
-    done = in_process(
+def start(model: str, variant: str, arguments: argparse.Namespace) -> Process:
+    """Its process, which will compile and then wait for its turn."""
+    more, ahead = [], {}
+    if arguments.profile:
+        folder = Path(arguments.profile, f"{model}-{variant}")
+        folder.mkdir(parents=True, exist_ok=True)
+        more = ["--profile", str(folder)]
+    if arguments.overlap:  # others are on the GPU at the same time
+        ahead = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return Process(
         model,
-        overrides,
-        *("--steps", str(steps), "--measure"),
-        XLA_PYTHON_CLIENT_MEM_FRACTION="0.92",
+        overrides_of(model, variant) + arguments.overrides,
+        *("--steps", str(arguments.steps), "--measure", *more),
+        **{"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **ahead},
     )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        told = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
-        return {"error": (told or lines)[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def measured(model: str, variants: list[str], arguments: argparse.Namespace):
+    """(variant, its figures or its error) of each."""
+    waiting: deque[tuple[str, Process]] = deque()
+    rest = iter(variants)
+    while True:
+        for variant in itertools.islice(rest, 1 + arguments.overlap - len(waiting)):
+            waiting.append((variant, start(model, variant, arguments)))
+        if not waiting:
+            return
+        variant, process = waiting.popleft()
+        line = process.result()
+        yield variant, json.loads(line) if line else {"error": process.error()}
 
 
 COLUMNS = ("tokens/s", "TFLOP/s", "peak GiB", "ms/step", "compile s", "1st loss", "load", "bucket")
@@ -385,23 +350,25 @@ def print_variant(name: str, figures: dict) -> None:
     )
 
 
-def run_model(model: str, variants: list[str], steps: int, overrides: list[str]) -> dict:
-    """Measure, print the table of one model, return the figures by variant."""
+def run_model(
+    model: str, variants: list[str], arguments: argparse.Namespace, results: dict[str, dict]
+) -> None:
+    """Measure, print the table of one model, put its figures into `results`."""
     benchmark = BENCHMARKS[model]
-    print(f"{model}, median of {steps} steps" + (f", {' '.join(overrides)}" if overrides else ""))
+    changes = f", {' '.join(arguments.overrides)}" if arguments.overrides else ""
+    print(f"{model}, median of {arguments.steps} steps{changes}")
     print_row("", list(COLUMNS))
-    figures = {}
-    for variant in variants:
-        settings = overrides_of(model, variant) + overrides
-        figures[variant] = run_variant(model, settings, steps)
-        print_variant(variant, figures[variant])
+    for variant, found in measured(model, variants, arguments):
+        print_variant(variant, found)
+        results.setdefault(model, {})[variant] = found
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")
     for peer in benchmark.peers:
         values = (peer.tokens_per_second, ",.0f"), (peer.tflops, ".0f"), (peer.peak_gib, ".0f")
         print_row(f"  {peer.trainer}, {peer.settings}", [shown(*value) for value in values])
     if benchmark.peers:
         print("  (peers: one H200, 2026-11-29, not in this run)")
     print()
-    return figures
 
 
 def main() -> int:
@@ -409,7 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="llama8L", help=f"of {', '.join(BENCHMARKS)}")
     parser.add_argument("--variants", help=f"words of {', '.join(WORDS)}, joined by -")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="0: compile ahead, no more")
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument(
         "--compile-ahead",
@@ -418,13 +385,29 @@ def main() -> int:
         metavar="N",
         help="first compile all variants of a model, N at once; set JAX_COMPILATION_CACHE_DIR",
     )
+    parser.add_argument(
+        "--overlap",
+        type=int,
+        default=0,
+        metavar="N",
+        help="while one variant is measured the next N load their programs, if they are compiled",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FOLDER",
+        help="also write the kernels of a step and the compiled program of each variant",
+    )
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="section.key=value for every variant")
     arguments = parser.parse_intermixed_args()
     if arguments.measure:
-        print(json.dumps(measure(arguments.config, arguments.overrides, arguments.steps)))
+        print(
+            json.dumps(
+                measure(arguments.config, arguments.overrides, arguments.steps, arguments.profile)
+            )
+        )
         return 0
     if arguments.compile_only:
         compile_only(arguments.config, arguments.overrides)
@@ -444,9 +427,8 @@ def main() -> int:
             parser.error(str(error))
         if arguments.compile_ahead:
             compile_ahead(model, variants, arguments.overrides, arguments.compile_ahead)
-        results[model] = run_model(model, variants, arguments.steps, arguments.overrides)
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")
+        if arguments.steps:
+            run_model(model, variants, arguments, results)
     failed = any("error" in figures for model in results.values() for figures in model.values())
     return int(failed)
 
