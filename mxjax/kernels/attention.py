@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mxjax.kernels.attention_block import (
     MASKED,
     RESULTS,
+    STAND_IN,
     BlockOptions,
     Implementation,
     cudnn_obstacle,
@@ -87,8 +88,12 @@ def causal_attention(
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     if not cudnn or plans.get() == "shapes":
         rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
-        if q_BSND.shape[1] > LONG_SEQUENCE or cudnn:
-            options = BlockOptions(scale, rate, "xla")
+        options = BlockOptions(scale, rate, "xla")
+        if cudnn:
+            wide = widened(v_BSGE, q_BSND.shape[-1])
+            out = tiled_causal_attention(q_BSND, k_BSGD, wide, segment_ids_BS, key, options)
+            return out[..., : v_BSGE.shape[-1]]
+        if q_BSND.shape[1] > LONG_SEQUENCE:
             return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
         out = _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
         return checkpoint_name(out, RESULTS[0])
@@ -139,7 +144,8 @@ def _sizes_forward(q_BSND, k_BSGD, v_BSGD, bias_BST):
     B, S, N, _ = q_BSND.shape
     statistics = jax.ShapeDtypeStruct((B, N, S), jnp.float32)
     operands = [x for x in (q_BSND, k_BSGD, v_BSGD, bias_BST) if x is not None]
-    out, statistics = _nothing((q_BSND, statistics), *operands)
+    results = _nothing((q_BSND, statistics), *operands)
+    out, statistics = (checkpoint_name(x, STAND_IN) for x in results)
     return out, (q_BSND, k_BSGD, v_BSGD, bias_BST, out, statistics)
 
 

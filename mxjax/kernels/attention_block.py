@@ -42,6 +42,10 @@ TILE_ROWS = 512
 
 RESULTS = ("attention_out", "attention_log_sum_exp")
 """Names, for recompute policies, of what the backward pass needs and is dear to compute again."""
+CUDNN_ATTENTION = "dot_product_attention_fwd"
+"""How the name of JAX's primitive begins."""
+STAND_IN = "cudnn_results"
+"""Name of what a plan has in the place of the results of cuDNN's attention, which have none."""
 
 plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", default="no")
 """What is traced is for a plan of a GPU that is not here; see `attention.py`."""

@@ -30,6 +30,7 @@ from mxjax.models.parts import Params, Part, layer_of, layers_of, stack_layers
 from mxjax.moe.layer import MoE
 from mxjax.moe.router import RouterStatistics
 from mxjax.remat.names import named
+from mxjax.remat.offload import Offloading, run_offloading
 from mxjax.sharding import collectives
 from mxjax.sharding.context_parallel import RING, ContextParallel
 
@@ -100,7 +101,7 @@ class TransformerLayer(nnx.Module):
 
 
 LayerFunction = Callable[..., tuple[jax.Array, LayerAux]]
-LayerWrapper = Callable[[LayerFunction, dict, int], LayerFunction]
+LayerWrapper = Callable[[LayerFunction, dict, int], LayerFunction | Offloading]
 """(layer function, parameter infos of one layer, number of the layer in the model, those of
 multi-token prediction last) -> layer function: ZeRO-3 gathering, remat."""
 
@@ -293,7 +294,7 @@ class Transformer:
 
 
 def run_layers(
-    layer: LayerFunction,
+    layer: LayerFunction | Offloading,
     params: Params | list[Params],
     x: jax.Array,
     ctx: LayerContext,
@@ -301,6 +302,8 @@ def run_layers(
     bias_LE: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Run a group of layers: stacked parameters in a scan, a list of parameters unrolled."""
+    if isinstance(layer, Offloading):
+        return run_offloading(layer, params, x, ctx, indices_L, bias_LE)
     if isinstance(params, list):
         auxes = []
         for i, layer_params in enumerate(params):

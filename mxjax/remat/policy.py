@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_policies
 
-from mxjax.kernels.attention_block import RESULTS
+from mxjax.kernels.attention_block import CUDNN_ATTENTION, RESULTS, STAND_IN
 from mxjax.remat.layers import LayerPolicy
 from mxjax.sharding.mesh import DATA_AXES
 
@@ -47,7 +47,7 @@ def _keep_names(policy: LayerPolicy) -> Callable:
     )
 
     def keep(primitive, *avals, **params):
-        if _is_cudnn_attention(primitive):
+        if _is_cudnn_attention(primitive, params):
             # Its output has no name of its own: the backward pass wants the primitive's results.
             return "attention_out" in policy.save | policy.offload
         return by_name(primitive, *avals, **params)
@@ -57,11 +57,13 @@ def _keep_names(policy: LayerPolicy) -> Callable:
 
 def with_softmax(names: Collection[str]) -> set[str]:
     """`attention_out` stands for all that attention leaves for its backward pass."""
-    return set(names) | (set(RESULTS) if "attention_out" in names else set())
+    return set(names) | ({*RESULTS, STAND_IN} if "attention_out" in names else set())
 
 
-def _is_cudnn_attention(primitive) -> bool:
-    return primitive.name.startswith("dot_product_attention_fwd")
+def _is_cudnn_attention(primitive, params) -> bool:
+    if primitive.name == "name":
+        return params["name"] == STAND_IN
+    return primitive.name.startswith(CUDNN_ATTENTION)
 
 
 def _keep_products(primitive, *_, **params) -> bool:
@@ -69,9 +71,9 @@ def _keep_products(primitive, *_, **params) -> bool:
         # Two batch dims (batch and head) mean attention scores, quadratic in the sequence.
         _, (batch_dims, _) = params["dimension_numbers"]
         return len(batch_dims) < 2
-    if primitive.name == "name":
-        return params["name"] in RESULTS
-    return _is_cudnn_attention(primitive)
+    if primitive.name == "name" and params["name"] in RESULTS:
+        return True
+    return _is_cudnn_attention(primitive, params)
 
 
 _OTHER_FORMS = ("convert_element_type", "expand_dims", "reshape", "slice", "squeeze", "transpose")

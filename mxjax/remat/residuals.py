@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,28 +68,45 @@ def residuals_of(function: Callable, *arguments: Any) -> list[Residual]:
 
 
 def _described(jaxpr: core.Jaxpr) -> list[Residual]:
+    given = (v for v in jaxpr.outvars if not isinstance(v, core.Literal))
+    variables = list(dict.fromkeys(given))
+    return [
+        Residual(
+            name=source.name,
+            made_by=source.made_by,
+            argument=source.argument,
+            depends_on=source.depends_on,
+            shape=var.aval.shape,
+            dtype=var.aval.dtype,
+            on_host="host" in str(var.aval.memory_space).lower(),
+        )
+        for var, source in zip(variables, sources_of(jaxpr, variables), strict=True)
+        if hasattr(var.aval.dtype, "itemsize")  # random keys have none
+    ]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a variable of a program comes from; see `Residual`."""
+
+    name: str | None
+    made_by: str | None
+    argument: int | None
+    depends_on: frozenset[int]
+
+
+def sources_of(jaxpr: core.Jaxpr, variables: Sequence[core.Var]) -> list[Source]:
+    """Of each of these variables."""
     arguments = {var: i for i, var in enumerate(jaxpr.invars)}
     ancestors = _ancestors(jaxpr)
-    found, seen = [], set()
-    for var in jaxpr.outvars:
-        if isinstance(var, core.Literal) or var in seen:
-            continue
-        seen.add(var)
+
+    def source(var: core.Var) -> Source:
+        if isinstance(var, core.Literal):
+            return Source(None, None, None, frozenset())
         name, made_by, origin = _origin(jaxpr, var)
-        if not hasattr(var.aval.dtype, "itemsize"):  # random keys
-            continue
-        found.append(
-            Residual(
-                name=name,
-                made_by=made_by,
-                argument=arguments.get(origin),
-                depends_on=ancestors.get(var, frozenset()),
-                shape=var.aval.shape,
-                dtype=var.aval.dtype,
-                on_host="host" in str(var.aval.memory_space).lower(),
-            )
-        )
-    return found
+        return Source(name, made_by, arguments.get(origin), ancestors.get(var, frozenset()))
+
+    return [source(var) for var in variables]
 
 
 def _origin(jaxpr: core.Jaxpr, var: Any) -> tuple[str | None, str | None, Any]:

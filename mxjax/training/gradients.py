@@ -24,7 +24,8 @@ from mxjax.models.parts import Params, stack_layers, unstack_layers
 from mxjax.models.transformer import LayerAux, Transformer
 from mxjax.moe.balance import router_loss
 from mxjax.remat.layers import layer_policies, runs
-from mxjax.remat.policy import rematerialise
+from mxjax.remat.offload import Offloading
+from mxjax.remat.policy import rematerialise, with_softmax
 from mxjax.sharding import collectives
 from mxjax.sharding.context_parallel import ContextParallel
 from mxjax.sharding.mesh import BATCH_AXES, DATA_AXES, SEQUENCE_AXES
@@ -300,12 +301,12 @@ class Objective:
             def layer(shards, *inputs):
                 return plain(zero.gather(shards, infos), *inputs)
 
-        return rematerialise(
-            layer,
-            self.layer_policies[index],
-            gathers_weights=gathers,
-            in_scan=self.config.training.scan_layers if in_scan is None else in_scan,
-        )
+        policy = self.layer_policies[index]
+        in_scan = self.config.training.scan_layers if in_scan is None else in_scan
+        run = partial(rematerialise, layer, gathers_weights=gathers, in_scan=in_scan)
+        if policy.offload and index < self.config.model.num_layers:
+            return Offloading(run(policy.on_device), with_softmax(policy.offload))
+        return run(policy)
 
     def _weights(self, params: Params) -> Params:
         """What the loss is differentiated by: stored shards (stage 3) or gathered weights; each

@@ -211,8 +211,8 @@ class MemoryModel:
         for group, of_layer in reversed(layers):
             made += self.gradients[group] // number[group] if growing else 0
             again = sum(size for key, size in of_layer.items() if key.fate == "recomputed")
-            largest = max(self.bytes_by_name(group).values())
-            moments.append((Counter(names), made, again + largest))
+            gradients = sum(self.bytes_by_name(group).values())
+            moments.append((Counter(names), made, again + gradients))
             names.subtract(of_layer)
 
         def size(moment: tuple[Counter[NamePlan], int, int]) -> int:
@@ -408,7 +408,8 @@ class MemoryModel:
 
     @property
     def _in_flight(self) -> int:
-        """What a layer offloads: the next one's comes while one is computed."""
+        """What travels while a layer is computed: in a pipeline the next layer's; without, also a
+        copy of it."""
         if isinstance(self.objective, PipelinedObjective):
             rings = [
                 self._ring(kind, "residuals") + self._ring(kind, "kept")
@@ -417,7 +418,8 @@ class MemoryModel:
         else:
             policies = self.objective.layer_policies
             rings = [self._of_layer(p.group, policies[p.layer]) for p in places_of(self.config)]
-        return max(
+        copies = 1 if isinstance(self.objective, PipelinedObjective) else 2
+        return copies * max(
             sum(size for key, size in ring.items() if key.fate == "offloaded") for ring in rings
         )
 

@@ -1,5 +1,6 @@
 """Attention against loops in float64, and which implementation runs."""
 
+import math
 from functools import partial
 
 import jax
@@ -7,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.kernels.attention import causal_attention, stand_in
+from mxjax.kernels.attention import always_tiled, causal_attention, stand_in
+from mxjax.remat.layers import LayerPolicy
+from mxjax.remat.policy import rematerialise
+from mxjax.remat.residuals import residuals_of
 
 B, S, N, D = 2, 9, 4, 8
 
@@ -162,3 +166,22 @@ def test_the_stand_in_for_plans_has_the_sizes_of_cudnns_call():
         jaxpr = jax.make_jaxpr(partial(causal_attention, implementation="xla"))(q, k, v)
     assert plain.shape == (B, S, N, E)
     assert max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars) >= B * N * S * S
+
+
+@pytest.mark.parametrize("planned", [stand_in, always_tiled])
+@pytest.mark.parametrize("kept", [True, False])
+def test_plans_keep_of_attention_what_the_policy_keeps_of_cudnns_results(planned, kept):
+    """As wide as keys, since cuDNN takes values only so, and one figure for each row."""
+    q, k = (jax.ShapeDtypeStruct((B, 64, heads, 24), jnp.bfloat16) for heads in (N, 2))
+    v = jax.ShapeDtypeStruct((B, 64, 2, 16), jnp.bfloat16)
+    names = frozenset(["attention_out"] if kept else [])
+    attention = rematerialise(
+        partial(causal_attention, implementation="cudnn"),
+        LayerPolicy("names", save=names),
+        gathers_weights=False,
+        in_scan=True,
+    )
+    with planned():
+        residuals = residuals_of(attention, q, k, v)
+    made = sorted((math.prod(r.shape), r.dtype.name) for r in residuals if r.argument is None)
+    assert made == ([(B * 64 * N, "float32"), (B * 64 * N * 24, "bfloat16")] if kept else [])

@@ -41,12 +41,15 @@ POLICIES = {
         policy="attention",
         rules=(
             RematRule(layers="0", policy="norm", recompute=("activation", "mla_up_proj")),
-            RematRule(layers="1", tier="light", offload=("layer_input", "expert_up")),
-            RematRule(layers="2", tier="medium"),
+            RematRule(layers="1", tier="medium"),
+            RematRule(layers="2-3", tier="light", offload=("layer_input", "expert_up")),
         ),
     ),
     "full": RematConfig(
-        policy="full", rules=(RematRule(group="moe_layers", tier="full", policy="attention"),)
+        policy="full",
+        rules=(
+            RematRule(group="moe_layers", tier="full", policy="attention", offload=("mla_query",)),
+        ),
     ),
 }
 
@@ -55,7 +58,7 @@ POLICIES = {
     ("shape", "model", "parallel", "scan_layers", "policy"),
     [
         ("llama", {}, ZERO_3, True, "dots"),
-        ("deepseek_v3", {"num_layers": 3, **DROPOUT}, {}, True, "tiers and modules"),
+        ("deepseek_v3", {"num_layers": 4, **DROPOUT}, {"ep": 2}, True, "tiers and modules"),
         ("deepseek_v3", {"num_layers": 3, **DROPOUT}, {}, False, "full"),
     ],
     ids=str,

@@ -63,17 +63,19 @@ def test_ranks_of_a_pipeline_put_what_each_has_into_the_one_host(config_file):
         check_host_memory(config, build_mesh(config.parallel, jax.devices()[:2]))
 
 
-GPU_SCRIPT = """
-import jax, json
+GPU_SCRIPT = r"""
+import jax, json, re
 import jax.numpy as jnp
 from functools import partial
 from jax.sharding import NamedSharding, PartitionSpec
 from mxjax.config.schema import ParallelConfig
+from mxjax.models.transformer import run_layers
 from mxjax.pipeline.schedule import Kind
 from mxjax.pipeline.schedules import make_schedule
 from mxjax.pipeline.stagewise import Stagewise
 from mxjax.remat.layers import LayerPolicy
 from mxjax.remat.names import named
+from mxjax.remat.offload import Offloading
 from mxjax.remat.policy import rematerialise
 from mxjax.training.target import TARGETS, target_mesh, use_target_compiler
 from tests.pipeline.toy_model import Toy, parameters, stacks_of
@@ -81,20 +83,35 @@ from tests.pipeline.toy_model import Toy, parameters, stacks_of
 use_target_compiler()
 mesh = target_mesh(TARGETS["h200"], ParallelConfig(dp=1))
 
-def layer(x, w):
-    return x + named(x @ w, "mlp_up") ** 2 @ w.T, None
+def layer(w, x, ctx, index, bias):
+    return x + named(jnp.sin(x) @ w, "mlp_up") ** 2 @ w.T, None
 
-def bytes_with(policy):
-    run = rematerialise(layer, policy, gathers_weights=False, in_scan=True)
-    loss = lambda w, x: jnp.sum(jax.lax.scan(run, x, w)[0])
+away = LayerPolicy("names", offload=frozenset(["mlp_up"]))
+keep = rematerialise(layer, away.on_device, gathers_weights=False, in_scan=True)
+
+def compiled(run):
+    loss = lambda w, x: jnp.sum(run_layers(run, w, x, None, jnp.arange(8), None)[0])
     replicated = NamedSharding(mesh, PartitionSpec())
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=replicated)
-    program = jax.jit(jax.grad(loss)).lower(like(8, 64, 256), like(1024, 64)).compile()
+    return jax.jit(jax.grad(loss)).lower(like(8, 64, 256), like(1024, 64)).compile()
+
+def bytes_of(program):
     sizes = program.memory_analysis()
     return sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
 
-kept = LayerPolicy("names", save=frozenset(["mlp_up"]))
-away = LayerPolicy("names", offload=frozenset(["mlp_up"]))
+def products_beside_transfers(program):
+    # Of each loop: products of its body, and those between the begin and end of a transfer.
+    text = program.as_text()
+    found = []
+    for body in re.findall(r"body=%([\w.-]+)", text):
+        lines = re.search(rf"\n%{re.escape(body)} .*?\n}}", text, re.S)[0].split("\n")
+        calls = [line.split(" = ")[0] for line in lines if " = " in line]
+        of = lambda part: [i for i, name in enumerate(calls) if re.search(part, name)]
+        start, = of("(update|dynamic)-slice-start")
+        end, = of("(update|dynamic)-slice-done")
+        products = of("dot|gemm|cublas")
+        found.append((len(products), sum(start < i < end for i in products)))
+    return found
 
 def bytes_of_a_stage(offload):
     stacks = stacks_of(make_schedule("1f1b", 2, 2), [(3, 0), (1, 0)])
@@ -114,21 +131,24 @@ def bytes_of_a_stage(offload):
     sizes = program.lower(*given).compile().memory_analysis()
     return sizes.output_size_in_bytes, sizes.host_output_size_in_bytes
 
-found = [bytes_with(kept), bytes_with(away), bytes_of_a_stage(()), bytes_of_a_stage(("hidden",))]
-print(json.dumps(found))
+kept, sent = compiled(keep), compiled(Offloading(keep, away.offload))
+found = [bytes_of(kept), bytes_of(sent), bytes_of_a_stage(()), bytes_of_a_stage(("hidden",))]
+print(json.dumps([products_beside_transfers(sent), *found]))
 """
 
 
 def test_a_gpu_program_has_offloaded_activations_in_host_memory(cuda_compiler):
-    """Eight layers' [1024, 256] fp32 on the device, or on the host; and of a pipeline's stage what
+    """Eight layers' [1024, 256] fp32 on the device, or on the host and travelling; and of a pipeline's stage what
     the forward pass of its three layers leaves, [6, 12] fp32 each."""
     environment = os.environ | {"PYTHONPATH": str(cuda_compiler)}
     command = [sys.executable, "-c", GPU_SCRIPT]
     said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    (device, none), (less, host), *stage = json.loads(said.stdout)
+    loops, (device, none), (less, host), *stage = json.loads(said.stdout)
     tensor = 1024 * 256 * 4
     assert (none, host) == (0, 8 * tensor)
-    assert device - less >= 6 * tensor  # one or two are there while they come and go
+    assert device - less >= 5 * tensor  # two layers' are there, and a copy of one
+    # They travel beside all of another layer: its two products, and in the backward pass four.
+    assert loops == [[2, 2], [4, 4]]
     (all_there, nothing), (rest, left) = stage
     assert (nothing, left) == (0, 3 * 6 * 12 * 4)
     assert all_there - rest >= left
