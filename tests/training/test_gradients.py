@@ -12,6 +12,7 @@ UNROLLED = {"scan_layers": False}
 @pytest.mark.parametrize(
     ("parallel", "training"),
     [
+        ({"tp": 2}, {}),
         ({"tp": 2, "sequence_parallel": False}, UNROLLED),
         ({"tp": 4}, {}),
         ({"tp": 4, "sequence_parallel": False}, {}),
@@ -19,6 +20,7 @@ UNROLLED = {"scan_layers": False}
         ({"dp": 2, "zero_stage": 1}, TWO),
         ({"dp": 2, "zero_stage": 2}, {}),
         ({"dp": 2, "zero_stage": 2}, TWO | UNROLLED),
+        ({"dp": 2, "zero_stage": 3}, {}),
         ({"dp": 2, "zero_stage": 3}, TWO),
         ({"dp": 4, "tp": 2, "zero_stage": 3}, UNROLLED),
         ({"dp": 2, "tp": 4, "zero_stage": 1}, {}),
@@ -33,6 +35,7 @@ def test_llama(small_config, assert_parity, parallel, training):
 @pytest.mark.parametrize(
     ("parallel", "training"),
     [
+        ({"tp": 2}, {}),
         ({"tp": 4, "sequence_parallel": False}, {}),
         ({"dp": 2, "zero_stage": 3}, TWO | UNROLLED),
         ({"dp": 2, "tp": 2, "zero_stage": 1}, TWO),

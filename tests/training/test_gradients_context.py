@@ -15,14 +15,16 @@ ZERO_3 = {"zero_stage": 3}
 @pytest.mark.parametrize(
     ("parallel", "training", "remat"),
     [
+        ({"cp": 2}, {}, "none"),
         ({"cp": 2} | GATHER | ZERO_3, UNROLLED, "none"),
         ({"cp": 4} | ZERO_3, {}, "dots"),
         ({"cp": 4, "zero_stage": 2} | GATHER, TWO, "full"),
         ({"cp": 4, "zero_stage": 1} | SWAP, {}, "none"),
         ({"sp": 2} | ZERO_3, {}, "dots"),
         ({"sp": 4, "tp": 2, "sequence_parallel": False}, {}, "none"),
+        ({"cp": 2, "sp": 2} | ZERO_3, {}, "full"),
         ({"dp": 2, "cp": 2, "tp": 2} | ZERO_3, {}, "none"),
-        ({"cp": 2, "sp": 2, "tp": 2} | ZERO_3, {}, "full"),
+        ({"cp": 2, "sp": 2, "tp": 2} | ZERO_3, {}, "none"),
     ],
     ids=str,
 )
@@ -42,6 +44,9 @@ def test_gpt2(small_config, assert_parity):
         ("alltoall", {"cp": 2, "ep": 2} | ZERO_3),
         ("allgather", {"cp": 2, "sp": 2, "tp": 2, "expert_tensor_parallel": False} | GATHER),
         ("allgather", {"sp": 2, "ep": 2} | ZERO_3),
+        ("alltoall", {"cp": 4} | ZERO_3),
+        ("alltoall", {"cp": 4} | GATHER | ZERO_3),
+        ("alltoall", {"cp": 2, "sp": 2} | ZERO_3),
     ],
     ids=str,
 )
@@ -56,6 +61,8 @@ def test_qwen3_moe(small_config, assert_parity, dispatcher, parallel):
     [
         {"cp": 4} | ZERO_3,
         {"cp": 4} | GATHER | ZERO_3,
+        {"sp": 2} | ZERO_3,
+        {"cp": 2, "sp": 2} | ZERO_3,
         {"cp": 2, "sp": 2, "tp": 2} | ZERO_3,
     ],
     ids=str,

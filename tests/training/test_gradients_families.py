@@ -34,6 +34,7 @@ def test_qwen3(small_config, assert_parity, shape, parallel, training):
     ("parallel", "training", "remat"),
     [
         (ALL | {"zero_stage": 3}, UNROLLED, "full"),
+        ({"ep": 2, "tp": 2, "zero_stage": 1}, UNROLLED, "none"),
         ({"ep": 2, "tp": 2, "zero_stage": 2} | FOLDED | REPLICATED_STREAM, {}, "dots"),
         (CONTEXT, UNROLLED, "none"),
     ],

@@ -23,6 +23,8 @@ REPLICATED_STREAM = {"sequence_parallel": False}
         ({"tp": 2} | REPLICATED_STREAM, {}),
         ({"ep": 4, "zero_stage": 1}, TWO),
         ({"dp": 2, "ep": 2, "tp": 2, "zero_stage": 2}, TWO),
+        ({"dp": 2, "ep": 2, "tp": 2, "zero_stage": 3}, {}),
+        ({"ep": 2, "tp": 2} | FOLDED, {}),
         ({"ep": 2, "tp": 2, "zero_stage": 3} | FOLDED | REPLICATED_STREAM, {}),
     ],
     ids=str,
