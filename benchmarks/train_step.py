@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -260,8 +261,11 @@ class Process:
     def error(self) -> str:
         """What it said, in a line."""
         lines = self.stderr.read_text().strip().splitlines() or ["no message"]
-        told = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
-        return (told or lines)[-1][:300]
+        told = [i for i, line in enumerate(lines) if re.search("Error|RESOURCE_EXHAUSTED", line)]
+        last = told[-1] if told else len(lines) - 1
+        if "ConfigError" in lines[last]:  # the problems follow
+            return " ".join(line.strip() for line in lines[last + 1 :])
+        return lines[last][:300]
 
 
 def compile_ahead(model: str, variants: list[str], overrides: list[str], at_once: int) -> None:
@@ -414,6 +418,13 @@ def main() -> int:
         return 0
     if arguments.compile_ahead and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         parser.error("--compile-ahead needs JAX_COMPILATION_CACHE_DIR, a folder for the programs")
+    for name in ("steps", "overlap", "compile_ahead"):
+        if getattr(arguments, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: is negative")
+    if not arguments.steps and not arguments.compile_ahead:
+        parser.error("--steps 0 only compiles, which takes --compile-ahead")
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no such folder")
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in BENCHMARKS]:
         parser.error(f"--models: {unknown[0]!r} is none of {', '.join(BENCHMARKS)}")

@@ -91,7 +91,7 @@ BENCHMARKS = {
     "llama70b4L": Benchmark(
         shortened("llama2_70b", num_layers=4)
         | {"training": {"seq_length": 4096, "global_batch_size": 4}},
-        "unrolled-full,unrolled-offload_up,unrolled-offload_most",
+        "scan-full,scan-offload_up,scan-offload_most",
     ),
     # A few seconds on a CPU: to try the script itself.
     "tiny": Benchmark(

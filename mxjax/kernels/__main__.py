@@ -67,7 +67,7 @@ def _chosen(cases: list[Case], ops: list[str] | None, text: str | None) -> list[
         if op not in known:
             raise ValueError(f"--op {op}: there is no such op; known are {', '.join(known)}")
     cases = [case for case in cases if not ops or case.op in ops]
-    chosen = [case for case in cases if text is None or text in case.name]
+    chosen = [case for case in cases if text is None or text.lower() in case.name.lower()]
     if not chosen:
         names = ", ".join(case.name for case in cases)
         raise ValueError(f"--case {text}: it is in no name; there are {names}")
@@ -75,6 +75,9 @@ def _chosen(cases: list[Case], ops: list[str] | None, text: str | None) -> list[
 
 
 def _bench(cases: list[Case], arguments: argparse.Namespace) -> int:
+    for name, path in (("--json", arguments.json), ("--png", arguments.png)):
+        if path and not path.absolute().parent.is_dir():
+            raise ValueError(f"{name} {path}: there is no such folder")
     effort = QUICK if arguments.small else Effort()
     title = f"{device_kind()}, JAX {jax.__version__}"
     print(f"{title}\n{'case':34}{'work':20}{'by':15}{'us':>10}{'TB/s':>8}{'of floor':>10}")

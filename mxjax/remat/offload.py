@@ -1,14 +1,14 @@
 """Layers that offload: what one leaves in the host's memory travels beside the next one.
 
 JAX's own offloading sends and fetches a tensor within the layer that makes or reads it. That leaves
-a transfer less time than it takes: in a scan the layer's end waits for it, and in unrolled layers
-XLA sends it so late that nothing is freed. Here
+a transfer less time than it takes, and the layer's end waits for it. Here
 
     forward:   layer l computes, while what layer l - 1 left is on its way to the host;
     backward:  layer l computes, while what layer l - 1 left is on its way back.
 
 What the last layer leaves stays on the device, for the backward pass begins with it. So the device
-holds what two layers offload.
+holds what two layers offload. It takes a scan: of unrolled layers XLA sends tensors so late that
+nothing is freed.
 
 The forward pass of a layer makes its results and all that its pullback needs, the residuals. Those
 that are weights or side inputs are not stored again; those that are the same for every layer are
@@ -53,13 +53,7 @@ class Offloading:
 def run_offloading(
     run: Offloading, params: Any, x: jax.Array, ctx: Any, indices_L: jax.Array, bias_LE: Any
 ) -> tuple[jax.Array, Any]:
-    """A group of layers: (x, aux with a first dim for the layers).
-
-    Args:
-      params: stacked, for a scan; or a list of each layer's, for an unrolled loop.
-    """
-    unrolled = isinstance(params, list)
-    loop = _unrolled if unrolled else lax.scan
+    """A group of layers, of stacked parameters: (x, aux with a first dim for the layers)."""
 
     @jax.custom_vjp
     def layers(params, x, side):
@@ -67,26 +61,21 @@ def run_offloading(
 
     def forward(params, x, side):
         ctx, *by_layer = side
-        first = (_at(value, 0) for value in by_layer)
-        program = _forward_program(run, (_at(params, 0), x, ctx, *first))
+        first, *rest = jax.tree.map(lambda a: a[0], (params, *by_layer))
+        program = _forward_program(run, (first, x, ctx, *rest))
 
         def one(carry, inputs):
             x, away, _ = carry
             layer_params, index, bias_E = inputs
-            if not unrolled:
-                # A copy that XLA cannot see through. Without, this layer's tensors would be written
-                # where these lie, and their making would wait for the transfer.
-                away = jax.tree.map(lambda a: jnp.where(index >= 0, a, jnp.zeros_like(a)), away)
+            # A copy that XLA cannot see through. Without, this layer's tensors would be written
+            # where these lie, and their making would wait for the transfer.
+            away = jax.tree.map(lambda a: jnp.where(index >= 0, a, jnp.zeros_like(a)), away)
             sent = jax.device_put(away, HOST)
             (x, aux), residuals = program((layer_params, x, ctx, index, bias_E))
-            if unrolled:  # sent by now, not when XLA runs out of other work
-                x, sent = lax.optimization_barrier((x, sent))
             return (x, residuals[AWAY], residuals[SAME]), (aux, residuals[KEPT], sent)
 
         carry = x, program.nothing(AWAY), program.nothing(SAME)
-        (x, *last), (aux, kept, sent) = loop(one, carry, (params, *by_layer))
-        if unrolled:
-            aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *aux)
+        (x, *last), (aux, kept, sent) = lax.scan(one, carry, (params, *by_layer))
         return (x, aux), (program, params, side, last, kept, sent)
 
     def backward(residuals, d_results):
@@ -99,34 +88,14 @@ def run_offloading(
             fetched = jax.device_put(sent, DEVICE)
             held = {AWAY: away, SAME: same, KEPT: kept}
             d_params, d_x = program.pull_back([d_x, *d_aux], (layer_params, NO_X, ctx, *rest), held)
-            if unrolled:  # not sooner than beside this layer
-                d_x, fetched = lax.optimization_barrier((d_x, fetched))
             return (d_x, fetched), d_params
 
         inputs = params, *by_layer, kept, sent, program.floats(d_aux)
-        (d_x, _), d_params = loop(one, (d_x, away), inputs, reverse=True)
+        (d_x, _), d_params = lax.scan(one, (d_x, away), inputs, reverse=True)
         return d_params, d_x, None
 
     layers.defvjp(forward, backward)
     return layers(params, x, (ctx, indices_L, bias_LE))
-
-
-def _at(inputs: Any, layer: int) -> Any:
-    """What is one layer's of a list, or of arrays with a first dim for the layers."""
-    return inputs[layer] if isinstance(inputs, list) else jax.tree.map(lambda a: a[layer], inputs)
-
-
-def _unrolled(one, carry, inputs, reverse=False):
-    """`lax.scan` as a loop; each of `inputs` as `_at` takes it, and results are lists."""
-    layers = list(range(len(inputs[0])))
-    results = []
-    for layer in reversed(layers) if reverse else layers:
-        carry, result = one(carry, [_at(x, layer) for x in inputs])
-        results.append(result)
-    results = results[::-1] if reverse else results
-    if isinstance(results[0], tuple):
-        return carry, tuple(map(list, zip(*results, strict=True)))
-    return carry, results
 
 
 @jax.tree_util.register_static

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from mxjax.kernels.linear_cross_entropy import LOGITS_BYTES
 from mxjax.pipeline.configure import stagewise_schedule, training_table
 from mxjax.pipeline.schedule import Cell, Kind
 from mxjax.remat.cost import H200, Ceilings
-from mxjax.remat.layers import KEEP_ALL, LayerPolicy, places_of
+from mxjax.remat.layers import KEEP_ALL, LayerPolicy, Place, places_of
 from mxjax.remat.names import Group, groups_of, names_of
 from mxjax.training.gradients import Objective
 from mxjax.training.pipelined import PipelinedObjective
@@ -187,6 +187,17 @@ class MemoryModel:
 
     # Activations
 
+    def _policies_alone(self, places: Sequence[Place]) -> list[LayerPolicy]:
+        """Of each layer without a pipeline; one that has no equal beside it offloads nothing."""
+        policies = [self.objective.layer_policies[place.layer] for place in places]
+        kinds = [None, *zip([place.group for place in places], policies, strict=True), None]
+        return [
+            policy if kind in (before, after) or kind[0] == "mtp_layers" else policy.on_device
+            for policy, before, kind, after in zip(
+                policies, kinds, kinds[1:], kinds[2:], strict=False
+            )
+        ]
+
     def _alone(self) -> tuple[Counter[NamePlan], int, int]:
         """Tensors, gradients and temporaries without a pipeline, when they are most together.
 
@@ -195,8 +206,8 @@ class MemoryModel:
         """
         training, places = self.config.training, places_of(self.config)
         layers = [
-            (place.group, self._of_layer(place.group, self.objective.layer_policies[place.layer]))
-            for place in places
+            (place.group, self._of_layer(place.group, policy))
+            for place, policy in zip(places, self._policies_alone(places), strict=True)
         ]
         names: Counter[NamePlan] = Counter()
         for _, of_layer in layers:

@@ -101,6 +101,10 @@ def test_ranges():
             "is for no layer: stages are 0-2, layers 0-6 (multi-token prediction last)",
         ),
         ({"offload": ["mlp_norm"]}, PIPELINE, "remat.offload", "pipeline.executor to stagewise"),
+        (
+            {"offload": ["mlp_norm"]}, {"training": {"scan_layers": False}}, "remat.offload",
+            "set training.scan_layers to true",
+        ),
         ({"rules": [{"polcy": "full"}]}, {}, "remat.rules[0].polcy", "remat.rules.policy?"),
         ({"memory_budget": "80G", "mode": "save_memory"}, {}, "remat.memory_budget", "80GiB"),
         ({"memory_budget": "80GiB"}, {}, "remat.memory_budget", "remat.mode: manual"),

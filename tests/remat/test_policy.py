@@ -46,10 +46,7 @@ POLICIES = {
         ),
     ),
     "full": RematConfig(
-        policy="full",
-        rules=(
-            RematRule(group="moe_layers", tier="full", policy="attention", offload=("mla_query",)),
-        ),
+        policy="full", rules=(RematRule(group="moe_layers", tier="full", policy="attention"),)
     ),
 }
 

@@ -107,6 +107,18 @@ def test_first_stages_of_a_pipeline_offload(small_config, model_of):
     assert first.temporary == last.temporary + mlp_up
 
 
+@pytest.mark.parametrize(("layers", "sent"), [("1", 0), ("0-1", 2)])
+def test_a_layer_without_an_equal_beside_it_offloads_nothing(small_config, model_of, layers, sent):
+    rule = RematRule(layers=layers, policy="full", offload=("mlp_up",))
+    remat = RematConfig(policy="full", rules=(rule,))
+    config = small_config("llama", model={"num_layers": 3}, remat=remat)
+    (stage,) = model_of(config).stages()
+    mlp_up = 4 * 4 * 64 * 96
+    kept = 0 if sent else 1
+    assert stage.host == sent * mlp_up
+    assert saved(stage).get("mlp_up", 0) == kept * mlp_up
+
+
 def test_save_memory_takes_the_cheapest_that_fits_and_undoes_nothing(
     small_config, model_of, mesh_of
 ):

@@ -41,7 +41,7 @@ def test_moments_on_the_host_change_nothing(tmp_path, train, sums, metrics_of):
     [
         (["optimizer.offload=true"], "optimizer.offload"),
         (["remat.policy=full", "remat.offload=[layer_input]"], "remat.offload"),
-        (["remat.rules=[{layers: '0', offload: [layer_input]}]"], "remat.rules"),
+        (["remat.rules=[{stages: '0', offload: [layer_input]}]"], "remat.rules"),
     ],
 )
 def test_more_than_the_host_has_is_refused_with_the_figures(config_file, overrides, key):

@@ -141,6 +141,18 @@ def rings_of_a_pipeline_are_on_the_device(c: Config) -> Findings:
 
 
 @rule
+def without_a_pipeline_offloading_takes_a_scan(c: Config) -> Findings:
+    for where, choice, _ in _choices(c):
+        if choice.offload and c.parallel.pp == 1 and not c.training.scan_layers:
+            path, start = _key(where, "offload")
+            yield (
+                path,
+                f"{start}of unrolled layers XLA sends tensors so late that nothing is freed; set "
+                "training.scan_layers to true, or recompute these",
+            )
+
+
+@rule
 def sizes_are_sizes(c: Config) -> Findings:
     for key in ("memory_budget", "host_memory"):
         text = getattr(c.remat, key)
