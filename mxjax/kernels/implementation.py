@@ -235,7 +235,7 @@ def varying_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
     are summed here, as JAX's types want, and a kernel sees operands of one type.
     """
     axes = _varying_axes(arrays)
-    return tuple(None if x is None else _varying_over(x, axes) for x in arrays)
+    return tuple(None if x is None else varying_over(x, axes) for x in arrays)
 
 
 def mosaic_kernel(body: Callable[..., None], **options) -> Callable[..., Any]:
@@ -249,7 +249,7 @@ def results_vary_as_operands(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*operands):
         axes = _varying_axes(jax.tree.leaves(operands))
-        return jax.tree.map(lambda out: _varying_over(out, axes), kernel(*operands))
+        return jax.tree.map(lambda out: varying_over(out, axes), kernel(*operands))
 
     return call
 
@@ -259,7 +259,8 @@ def _varying_axes(arrays) -> frozenset:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given))
 
 
-def _varying_over(x: jax.Array, axes: frozenset) -> jax.Array:
+def varying_over(x: jax.Array, axes: frozenset) -> jax.Array:
+    """The array as varying over these mesh axes too."""
     missing = axes - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 

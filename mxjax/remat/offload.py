@@ -28,6 +28,7 @@ from jax import lax
 from jax.extend import core
 
 from mxjax.kernels.attention_block import CUDNN_ATTENTION, STAND_IN
+from mxjax.kernels.implementation import varying_over
 from mxjax.remat.residuals import Source, sources_of
 
 LayerFunction = Callable[..., tuple]
@@ -147,13 +148,10 @@ class _Program:
 
     def nothing(self, place: str) -> list[jax.Array]:
         """Zeros, for before the first layer."""
-
-        def zeros(aval):
-            axes = tuple(sorted(aval.manual_axis_type.varying))
-            x = jnp.zeros(aval.shape, aval.dtype)
-            return lax.pcast(x, axes, to="varying") if axes else x
-
-        return [zeros(aval) for aval in self.types[place]]
+        return [
+            varying_over(jnp.zeros(aval.shape, aval.dtype), aval.manual_axis_type.varying)
+            for aval in self.types[place]
+        ]
 
 
 def _forward_program(run: Offloading, arguments: tuple) -> _Program:
