@@ -39,7 +39,7 @@ LONG_SEQUENCE = 4096
 
 def always_tiled() -> AbstractContextManager[None]:
     """What is traced inside keeps no scores where cuDNN's attention would run, whatever the length:
-    for plans of a GPU that are made elsewhere, from shapes."""
+    for plans of a GPU from shapes."""
     return _planned_from("shapes")
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.triton_launch import launch
+from mxjax.kernels.triton_tiles import place
 
 BLOCK = 1024
 """Columns of a program."""
@@ -46,8 +47,7 @@ def _forward_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, columns = place(F, BLOCK)
     inside = columns < F
     value = tl.load(x_ptr + row * F + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -71,8 +71,8 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group, columns = place(F, BLOCK)
+    first = group * ROWS
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(ROWS):
         row = first + i
@@ -82,7 +82,7 @@ def _backward_kernel(
         tl.store(d_x_ptr + row * F + columns, d_x.to(d_x_ptr.dtype.element_ty), mask=inside)
         total += d_x
     if HAS_BIAS:
-        tl.store(sums_ptr + tl.program_id(0) * F + columns, total, mask=columns < F)
+        tl.store(sums_ptr + group * F + columns, total, mask=columns < F)
 
 
 def _drawing(rate: float) -> dict:
@@ -97,7 +97,7 @@ def forward(
     T, F = x_TF.shape
     return launch(
         _forward_kernel,
-        (T, triton.cdiv(F, BLOCK)),
+        (T * triton.cdiv(F, BLOCK),),
         jax.ShapeDtypeStruct((T, F), residual_TF.dtype),
         x_TF,
         x_TF if bias_F is None else bias_F,
@@ -116,13 +116,13 @@ def backward(
     """Gradients of x, and of the bias in fp32."""
     T, F = d_out_TF.shape
     rows = SUMMED_ROWS if has_bias else 1
-    programs = triton.cdiv(T, rows)
+    groups = triton.cdiv(T, rows)
     d_x, sums = launch(
         _backward_kernel,
-        (programs, triton.cdiv(F, BLOCK)),
+        (groups * triton.cdiv(F, BLOCK),),
         (
             jax.ShapeDtypeStruct((T, F), d_out_TF.dtype),
-            jax.ShapeDtypeStruct((programs, F) if has_bias else (1,), jnp.float32),
+            jax.ShapeDtypeStruct((groups, F) if has_bias else (1,), jnp.float32),
         ),
         d_out_TF,
         seed,

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.triton_launch import launch
+from mxjax.kernels.triton_tiles import place
 
-BLOCK = 1024
-"""Columns of a program."""
+BLOCK, NUM_WARPS = 512, 2
+"""Columns and warps of a program."""
 SUMMED_ROWS = 32
 """Rows of a program that adds up the gradient of a bias."""
 
@@ -34,8 +35,7 @@ def _branches(up_ptr, bias_ptr, row, columns, inside, F: tl.constexpr, HAS_BIAS:
 def _forward_kernel(
     up_ptr, bias_ptr, out_ptr, F: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, columns = place(F, BLOCK)
     inside = columns < F
     gate, up = _branches(up_ptr, bias_ptr, row, columns, inside, F, HAS_BIAS)
     out = gate * tl.sigmoid(gate) * up
@@ -55,8 +55,8 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group, columns = place(F, BLOCK)
+    first = group * ROWS
     gate_sum = tl.zeros([BLOCK], tl.float32)
     up_sum = tl.zeros([BLOCK], tl.float32)
     for i in range(ROWS):
@@ -74,7 +74,7 @@ def _backward_kernel(
         gate_sum += d_gate
         up_sum += d_up
     if HAS_BIAS:
-        start = sums_ptr + tl.program_id(0) * (2 * F)
+        start = sums_ptr + group * (2 * F)
         tl.store(start + columns, gate_sum, mask=columns < F)
         tl.store(start + F + columns, up_sum, mask=columns < F)
 
@@ -84,13 +84,14 @@ def forward(up_T2F: jax.Array, bias_2F: jax.Array | None) -> jax.Array:
     T, _, F = up_T2F.shape
     return launch(
         _forward_kernel,
-        (T, triton.cdiv(F, BLOCK)),
+        (T * triton.cdiv(F, BLOCK),),
         jax.ShapeDtypeStruct((T, F), up_T2F.dtype),
         up_T2F,
         up_T2F if bias_2F is None else bias_2F,
         F=F,
         HAS_BIAS=bias_2F is not None,
         BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
     )
 
 
@@ -101,13 +102,13 @@ def backward(
     T, _, F = up_T2F.shape
     has_bias = bias_2F is not None
     rows = SUMMED_ROWS if has_bias else 1
-    programs = triton.cdiv(T, rows)
+    groups = triton.cdiv(T, rows)
     d_up, sums = launch(
         _backward_kernel,
-        (programs, triton.cdiv(F, BLOCK)),
+        (groups * triton.cdiv(F, BLOCK),),
         (
             jax.ShapeDtypeStruct(up_T2F.shape, up_T2F.dtype),
-            jax.ShapeDtypeStruct((programs, 2, F) if has_bias else (1,), jnp.float32),
+            jax.ShapeDtypeStruct((groups, 2, F) if has_bias else (1,), jnp.float32),
         ),
         up_T2F,
         bias_2F if has_bias else up_T2F,
@@ -117,5 +118,6 @@ def backward(
         HAS_BIAS=has_bias,
         ROWS=rows,
         BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
     )
     return d_up, jnp.sum(sums, axis=0) if has_bias else None

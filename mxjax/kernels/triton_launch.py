@@ -19,9 +19,6 @@ import jax
 
 from mxjax.kernels.implementation import device_kind, results_vary_as_operands
 
-NUM_WARPS = 4
-
-
 def triton_obstacle() -> str | None:
     """Why no Triton kernel runs on this device; None: they do."""
     if not device_kind().startswith("NVIDIA"):
@@ -31,15 +28,23 @@ def triton_obstacle() -> str | None:
     return None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], out: Any, *operands: jax.Array, **sizes: Any) -> Any:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    out: Any,
+    *operands: jax.Array,
+    num_warps: int = 4,
+    **sizes: Any,
+) -> Any:
     """Results of a Triton kernel, in the structure of `out`.
 
     Args:
       kernel: decorated with `triton.jit`; its parameters are the operands, the results and `sizes`.
       grid: number of programs in up to three dims, of which only the first may be above 65,535.
       out: `jax.ShapeDtypeStruct` of each result, in any pytree. Nothing is in them at first.
+      num_warps: of each program.
     """
-    return results_vary_as_operands(_call(kernel, grid, out, sizes))(*operands)
+    return results_vary_as_operands(_call(kernel, grid, out, num_warps, sizes))(*operands)
 
 
 def jax_triton_module() -> Any:
@@ -54,7 +59,9 @@ def jax_triton_module() -> Any:
     return jax_triton
 
 
-def _call(kernel: Any, grid: tuple[int, ...], out: Any, sizes: dict[str, Any]) -> Callable:
+def _call(
+    kernel: Any, grid: tuple[int, ...], out: Any, num_warps: int, sizes: dict[str, Any]
+) -> Callable:
     jax_triton = jax_triton_module()
     # Version 0.4 has given it another name.
     names = inspect.signature(jax_triton.triton_call).parameters
@@ -62,7 +69,7 @@ def _call(kernel: Any, grid: tuple[int, ...], out: Any, sizes: dict[str, Any]) -
 
     def call(*operands):
         return jax_triton.triton_call(
-            *operands, kernel=kernel, grid=grid, num_warps=NUM_WARPS, **results, **sizes
+            *operands, kernel=kernel, grid=grid, num_warps=num_warps, **results, **sizes
         )
 
     return call

@@ -169,6 +169,11 @@ def layer_policies(config: Config) -> list[LayerPolicy]:
     return [policy_of(choice_of(config, place), config, place.group) for place in places_of(config)]
 
 
+def offloads_activations(config: Config) -> bool:
+    """Whether some layer leaves tensors in the host's memory."""
+    return any(policy.offload for policy in layer_policies(config))
+
+
 def runs(policies: Sequence[LayerPolicy]) -> list[range]:
     """Layers that follow each other and have equal policies."""
     n = len(policies)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mxjax.config import Config, ConfigError, Problem
 from mxjax.moe.buckets import BucketChooser
-from mxjax.remat.layers import layer_policies
+from mxjax.remat.layers import offloads_activations
 from mxjax.remat.sizes import gib, host_memory, parse_size
 from mxjax.training.plan import memory_model, runs_stagewise
 from mxjax.training.programs import Programs
@@ -21,7 +21,7 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
       ConfigError: this process's devices would put more into the host's memory than is free, or
         than `remat.host_memory`.
     """
-    activations = any(policy.offload for policy in layer_policies(config))
+    activations = offloads_activations(config)
     if not (activations or config.optimizer.offload):
         return
     limit = config.remat.host_memory

@@ -23,7 +23,7 @@ from mxjax.config import ConfigError, Problem
 from mxjax.config.schema import Config
 from mxjax.kernels.attention import always_tiled, stand_in
 from mxjax.moe.buckets import BucketChooser
-from mxjax.remat.layers import layer_policies
+from mxjax.remat.layers import offloads_activations
 from mxjax.remat.sizes import parse_size
 from mxjax.sharding.hlo_collectives import KINDS, Collective, collectives
 from mxjax.sharding.rules import ParamInfo
@@ -167,7 +167,7 @@ def fitted(config: Config, mesh: Mesh | AbstractMesh, target: Target | None = No
     manual = dataclasses.replace(remat, mode="manual", memory_budget=None)
     config = dataclasses.replace(config, remat=manual)
     bucket = BucketChooser(config.moe.capacity_buckets).current
-    with always_tiled() if target else contextlib.nullcontext():
+    with _attention_by_shapes(target):
         programs = Programs(config, mesh)
         model = memory_model(programs, bucket, runs_stagewise(config, mesh), device)
         programs.close()
@@ -176,13 +176,6 @@ def fitted(config: Config, mesh: Mesh | AbstractMesh, target: Target | None = No
 
 def make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None = None) -> Plan:
     """Describe the training step of the first bucket; compile it if the mesh has devices."""
-    with always_tiled() if target else contextlib.nullcontext():
-        return _make_plan(config, mesh, target)
-
-
-def _make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None) -> Plan:
-    stagewise = runs_stagewise(config, mesh)
-    executor = "stagewise" if stagewise else "one_program"
     # Of `stagewise`, no program has all of its memory and collectives.
     pipeline = dataclasses.replace(config.pipeline, executor="one_program")
     programs = Programs(dataclasses.replace(config, pipeline=pipeline), mesh)
@@ -194,6 +187,27 @@ def _make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None)
             compiled = programs.step_program(bucket)
         seconds = time.perf_counter() - started
     programs.close()
+    with _attention_by_shapes(target):
+        return _plan_of(config, programs, bucket, target, compiled, seconds)
+
+
+def _attention_by_shapes(target: Target | None) -> contextlib.AbstractContextManager[None]:
+    """Of cuDNN's attention, what is traced has neither operations nor names of results."""
+    on_gpus = target is not None or jax.default_backend() == "gpu"
+    return always_tiled() if on_gpus else contextlib.nullcontext()
+
+
+def _plan_of(
+    config: Config,
+    programs: Programs,
+    bucket: float,
+    target: Target | None,
+    compiled: Any,
+    seconds: float | None,
+) -> Plan:
+    mesh = programs.mesh
+    stagewise = runs_stagewise(config, mesh)
+    executor = "stagewise" if stagewise else "one_program"
     counts, objective = parameter_counts(config.model, config.moe), programs.objective
     device = target.memory if target else _device_memory(mesh)
     model = memory_model(programs, bucket, stagewise, device)
@@ -216,7 +230,7 @@ def _make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None)
         memory=_memory(
             programs,
             # Of `stagewise` with offloading even the sum would be wrong.
-            None if stagewise and _offloads(config) else compiled,
+            None if stagewise and offloads_activations(config) else compiled,
             max(stages, key=lambda stage: stage.total),
         ),
         collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)) if compiled else (),
@@ -256,10 +270,6 @@ def memory_model(
 
 def _device_memory(mesh: Mesh | AbstractMesh) -> int | None:
     return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
-
-
-def _offloads(config: Config) -> bool:
-    return any(policy.offload for policy in layer_policies(config))
 
 
 def _memory(programs: Programs, compiled: Any, fullest: StagePlan) -> MemoryPlan:

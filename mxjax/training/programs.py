@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
 from mxjax.models.parts import Params
+from mxjax.remat.layers import offloads_activations
 from mxjax.sharding.context_parallel import sequence_order
 from mxjax.training.gradients import BATCH_SPEC, REPLICATED, Objective
 from mxjax.training.layer_order import LayerOrder
@@ -27,6 +28,14 @@ from mxjax.training.step import StepResult, build_step, build_update, step_key, 
 
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """No atomics in scatter or reduction, and no choice of kernel by stopwatch."""
+
+OFFLOADING_GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "",
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
+}
+"""What lets transfers to and from the host run beside kernels. No CUDA graphs: in a graph all runs
+one after the other. And no copies of weights on streams of their own: XLA has four streams, and a
+layer whose weights are behind a transfer waits for it."""
 
 
 class Programs:
@@ -142,6 +151,7 @@ class Programs:
             out_shardings=self._step_shardings,
             donate_argnums=(0, 3),
             keep_unused=True,
+            compiler_options=self._compiler_options(),
         )
         def finish(state, grads, stats, copies):
             state, result = update(state, grads, stats)
@@ -181,9 +191,11 @@ class Programs:
         return lowered.compile(compiler_options=self._compiler_options())
 
     def _compiler_options(self) -> dict[str, Any]:
-        if self.config.training.deterministic and jax.default_backend() == "gpu":
-            return DETERMINISTIC_GPU_OPTIONS
-        return {}
+        if jax.default_backend() != "gpu":
+            return {}
+        options = DETERMINISTIC_GPU_OPTIONS if self.config.training.deterministic else {}
+        offloads = offloads_activations(self.config) or self.config.optimizer.offload
+        return options | (OFFLOADING_GPU_OPTIONS if offloads else {})
 
 
 class Copies:

@@ -59,7 +59,7 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def _call(kernel, grid, out, sizes):
+def _call(kernel, grid, out, num_warps, sizes):
     leaves, tree = jax.tree.flatten(out)
 
     def run(*operands):

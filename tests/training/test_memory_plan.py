@@ -5,14 +5,16 @@ import dataclasses
 import io
 import json
 
+import jax
 import pytest
 
 from mxjax import train
 from mxjax.config import ConfigError
 from mxjax.config.schema import RematConfig, RematRule
+from mxjax.kernels.attention import always_tiled
 from mxjax.training.memory_plan import RESERVE
 from mxjax.training.pipelined import build_objective
-from mxjax.training.plan import memory_model
+from mxjax.training.plan import fitted, memory_model
 from mxjax.training.programs import Programs
 from mxjax.training.save_memory import save_memory
 
@@ -148,6 +150,27 @@ def test_save_memory_takes_the_cheapest_that_fits_and_undoes_nothing(
     fixed = dataclasses.replace(config, remat=RematConfig(rules=(explicit,)))
     with pytest.raises(ConfigError, match=r"remat.rules sets"):
         save_memory(model_of(fixed), start.total - norm, build)
+
+
+def test_on_a_gpu_attention_has_bytes_and_a_price(small_config, model_of, mesh_of, monkeypatch):
+    """In a trace, cuDNN's attention has neither names nor products; plans must not go by it."""
+
+    def cudnn(q, k, v, **options):
+        raise AssertionError("a plan from shapes asked for cuDNN's attention")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    model, training = {"head_dim": 8, "num_layers": 8}, {"compute_dtype": "bfloat16", "seq_length": 2048}
+    config = small_config("llama", model=model, training=training)
+    with always_tiled():
+        (stage,) = model_of(config).stages()
+    of_tensors = sum(saved(stage).values()) - saved(stage)["layer_input"]
+    budget = f"{(stage.total - 0.8 * of_tensors) / 2**30:.6f}GiB"
+    mode = RematConfig(mode="save_memory", memory_budget=budget)
+    choice = fitted(dataclasses.replace(config, remat=mode), mesh_of(config))
+    (attention,) = (line.split() for line in choice.lines if "attention_out" in line)
+    assert float(attention[2]) > 0, "bytes"
+    assert float(attention[5].replace(",", "")) > 0, "microseconds"
 
 
 def test_save_memory_by_stage(small_config, model_of, mesh_of):

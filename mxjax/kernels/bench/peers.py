@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 EPSILON, RATE = 1e-5, 0.1
 CLOCK = 2e9
 """Cycles per second, about."""
+NUM_CONSTANTS = {"RoPE": 2}
+"""How many of the last arguments have no gradient: cosines and sines."""
 
 
 def times(
@@ -38,7 +40,7 @@ def times(
     if name in grouped_peers.NAMES:
         peer = grouped_peers.grouped_mm(name, *sizes)
         if peer is not None:
-            yield "torch._grouped_mm", _seconds(*peer, with_backward, effort, least)
+            yield "torch._grouped_mm", _seconds(*peer, 2 if with_backward else 0, effort, least)
         return
     torch._dynamo.reset()
     formula, shapes = _formulas()[name], _shapes(name, sizes)
@@ -49,7 +51,8 @@ def times(
             candidates["Liger"] = liger
     for peer, function in candidates.items():
         try:
-            seconds = _seconds(function, shapes, with_backward, effort, least)
+            n = len(shapes) - NUM_CONSTANTS.get(name, 0)
+            seconds = _seconds(function, shapes, n if with_backward else 0, effort, least)
         except Exception as error:  # whatever theirs raises, ours can still be timed
             print(f"{peer}, {name}: failed: {str(error).strip().splitlines()[0]}", file=sys.stderr)
             continue
@@ -60,7 +63,7 @@ def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Shapes of the arguments of `_formulas` and `_liger`."""
     if name == "RoPE":
         T, N, D = sizes
-        return [(1, N, T, D)]
+        return [(1, N, T, D), (T, D), (T, D)]
     if name == "linear + cross entropy":
         T, H, V = sizes
         return [(T, H), (V, H)]
@@ -75,16 +78,6 @@ def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
         "add + LayerNorm": [(T, H), (T, H), (H,), (H,)],
         "bias + dropout + add": [(T, H), (T, H), (H,)],
     }[name]
-
-
-def _angles(x):
-    import torch
-
-    T, D = x.shape[-2:]
-    frequencies = 10000.0 ** (-torch.arange(0, D, 2, device=x.device) / D)
-    angles = torch.arange(T, device=x.device)[:, None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 def _targets(x, weight):
@@ -110,10 +103,9 @@ def _formulas() -> dict[str, Callable[..., Any]]:
 
         return both
 
-    def rope(x):
+    def rope(x, cos, sin):
         import torch
 
-        cos, sin = _angles(x)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -142,8 +134,7 @@ def _liger() -> dict[str, Callable[..., Any]]:
     from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    def rope(x):
-        cos, sin = _angles(x)
+    def rope(x, cos, sin):
         # It turns queries and keys together: half of the heads each.
         N = x.shape[1] // 2
         return LigerRopeFunction.apply(x[:, :N], x[:, N:], cos[None], sin[None])
@@ -164,16 +155,17 @@ def _liger() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _seconds(function, shapes, with_backward: bool, effort: Effort, least: float | None) -> float:
-    """Of one call, with several sets of arguments as in `timing.py`."""
+def _seconds(function, shapes, num_gradients: int, effort: Effort, least: float | None) -> float:
+    """Of one call, with several sets of arguments as in `timing.py`; with gradients of the first
+    arguments, or forward alone."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def tensors():
         return [
-            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=with_backward)
-            for shape in shapes
+            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=i < num_gradients)
+            for i, shape in enumerate(shapes)
         ]
 
     calls = effort.calls(least)
@@ -182,12 +174,12 @@ def _seconds(function, shapes, with_backward: bool, effort: Effort, least: float
 
     def call(arguments):
         outs = function(*arguments)
-        if not with_backward:
+        if not num_gradients:
             return
         outs = outs if isinstance(outs, tuple) else (outs,)
         if not d_outs:
             d_outs.extend(torch.randn_like(out) for out in outs)
-        torch.autograd.grad(outs, arguments, d_outs)
+        torch.autograd.grad(outs, arguments[:num_gradients], d_outs)
 
     def run():
         for i in range(calls):
