@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -94,7 +93,7 @@ def route(
         plgpu.copy_smem_to_gmem(logits_smem, numbers_gmem.at[rows])
         plgpu.wait_smem_to_gmem(0)
 
-    triangle = jnp.asarray(np.tril(np.ones((TOKENS, TOKENS))), jnp.bfloat16)
+    triangle = jnp.tril(jnp.ones((TOKENS, TOKENS), jnp.bfloat16))
     kernel = mosaic_kernel(
         route_kernel,
         out_type=(

@@ -19,6 +19,7 @@ import jax
 
 from mxjax.kernels.implementation import device_kind, results_vary_as_operands
 
+
 def triton_obstacle() -> str | None:
     """Why no Triton kernel runs on this device; None: they do."""
     if not device_kind().startswith("NVIDIA"):

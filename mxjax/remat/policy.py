@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import jax
 from jax import lax
@@ -21,20 +22,34 @@ def rematerialise(
 ) -> LayerFunction:
     """`layer` with `policy` around it.
 
+    `layer`: of its weights and other arguments.
     `gathers_weights`: the layer gathers its own weights (ZeRO-3). They must not outlive the
     layer's forward pass, so even a policy that keeps everything then gathers them again in the
     backward pass.
     `in_scan`: the layer is the body of a scan. Outside of one, XLA would see that a value is
     computed twice and keep the first, unless barriers prevent that.
     """
-    checkpoint = partial(jax.checkpoint, layer, prevent_cse=not in_scan)
+    keep = _what_to_keep(policy, gathers_weights)
+    if keep is None:
+        return layer
+
+    def run(weights: Any, *inputs: Any) -> tuple:
+        # Weights pass a barrier only if something is made of them alone. A kernel reads a layer's
+        # part of the stacked weights where it lies, but a barrier wants a copy.
+        barriers = (gathers_weights, *[True] * len(inputs))
+        prevent_cse = False if in_scan else barriers
+        return jax.checkpoint(layer, policy=keep, prevent_cse=prevent_cse)(weights, *inputs)
+
+    return run
+
+
+def _what_to_keep(policy: LayerPolicy, gathers_weights: bool) -> Callable | None:
+    """For `jax.checkpoint`; None: whatever autodiff wants."""
     if policy.kind == "names":
-        return checkpoint(policy=_keep_names(policy))
+        return _keep_names(policy)
     if policy.kind == "dots":
-        return checkpoint(policy=_keep_products)
-    if gathers_weights:
-        return checkpoint(policy=_keep_all_but_weights)
-    return layer
+        return _keep_products
+    return _keep_all_but_weights if gathers_weights else None
 
 
 @cache  # JAX remembers what it traced under a policy by the function's identity

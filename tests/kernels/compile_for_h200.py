@@ -39,7 +39,8 @@ def fused_op(name: str, implementation: str) -> Case:
     op = OPS[name]
 
     def both(*arguments):
-        run = jax.checkpoint(partial(op.run, implementation=implementation))
+        barriers = (True,) * len(arguments)
+        run = jax.checkpoint(partial(op.run, implementation=implementation), prevent_cse=barriers)
         return value_and_gradients(run, arguments)
 
     shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in op.shapes)

@@ -22,8 +22,10 @@ def _shape(*dims, dtype=jnp.bfloat16):
 
 
 def _with_gradients(function, *arguments):
-    """Of the recomputed function, in all its arguments."""
-    out, pullback = jax.vjp(jax.checkpoint(function), *arguments)
+    """Of the recomputed function, in all its arguments. Barriers by argument, as around layers: JAX
+    fails there on an op whose gradient rule has arrays of its own."""
+    recomputed = jax.checkpoint(function, prevent_cse=(True,) * len(arguments))
+    out, pullback = jax.vjp(recomputed, *arguments)
     return out, pullback(out)
 
 
@@ -65,7 +67,8 @@ def _route(rule: RoutingRule):
             routed = route(logits, bias_E, valid_T, rule, implementation="mosaic")
             return routed.weights_TK, routed
 
-        out, pullback, routed = jax.vjp(weights, logits_TE, has_aux=True)
+        recomputed = jax.checkpoint(weights, prevent_cse=(True,))
+        out, pullback, routed = jax.vjp(recomputed, logits_TE, has_aux=True)
         return routed, pullback(out)
 
     return both

@@ -28,6 +28,24 @@ def compiled(small_config, mesh_of, packed_batch, abstract_params):
     return compile_
 
 
+def test_weights_pass_a_barrier_only_where_they_are_gathered(
+    small_config, mesh_of, packed_batch, abstract_params
+):
+    """A barrier would make kernels read copies of an unrolled layer's weights."""
+    mlp_up = "tensor<32x2x48xf32>"
+    for parallel, there in (({}, False), (ZERO_3, True)):
+        training = {"scan_layers": False}
+        config = small_config("llama", parallel=parallel, training=training, remat="norm")
+        objective = Objective(config, mesh_of(config))
+        function = jax.jit(objective.loss_and_gradients())
+        arguments = abstract_params(objective), None, packed_batch(config), jax.random.key(0)
+        program = function.lower(*arguments).as_text()
+        barriers = [line for line in program.splitlines() if "optimization_barrier" in line]
+        assert any("tensor<" in line for line in barriers)
+        weights = mlp_up if not there else mlp_up.replace("32x", "16x")
+        assert any(weights in line for line in barriers) == there, barriers
+
+
 def count(program):
     """Instructions by kind in the optimised program; a scanned layer is there once."""
     kinds = re.findall(r"= \S+ (dot|all-gather|reduce-scatter)\(", program.as_text())

@@ -160,7 +160,10 @@ def test_on_a_gpu_attention_has_bytes_and_a_price(small_config, model_of, mesh_o
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
-    model, training = {"head_dim": 8, "num_layers": 8}, {"compute_dtype": "bfloat16", "seq_length": 2048}
+    model, training = (
+        {"head_dim": 8, "num_layers": 8},
+        {"compute_dtype": "bfloat16", "seq_length": 2048},
+    )
     config = small_config("llama", model=model, training=training)
     with always_tiled():
         (stage,) = model_of(config).stages()
