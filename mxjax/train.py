@@ -135,7 +135,7 @@ def print_plan(config: Config, arguments: argparse.Namespace) -> None:
         # Devices that are not here have no host whose memory a compiler could place moments in.
         offload = config.optimizer.offload
         if arguments.no_compile or devices > MOST_COMPILED_FOR or offload:
-            mesh = abstract_mesh(config.parallel)
+            mesh = abstract_mesh(target, config.parallel)
         else:
             mesh = target_mesh(target, config.parallel)
     else:

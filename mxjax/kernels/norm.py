@@ -82,8 +82,8 @@ def add_rms_norm(
     """x + residual, and `rms_norm` of it (as it is rounded to the dtype of x).
 
     Args:
-      name: checkpoint name of the sum, which the backward pass takes. A recompute policy that keeps
-        it but not the normed value makes a kernel add again.
+      name: checkpoint name of the sum, which the backward pass takes. Under a recompute policy that
+        keeps it but not the normed value a kernel adds again: better norm it apart there.
     """
     kind = NormKind(epsilon, centred=False, adds=True)
     return _add("add_rms_norm", x, residual, scale, None, kind, name, implementation, blocks)

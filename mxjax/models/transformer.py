@@ -29,7 +29,7 @@ from mxjax.models.norm import Norm
 from mxjax.models.parts import Params, Part, layer_of, layers_of, stack_layers
 from mxjax.moe.layer import MoE
 from mxjax.moe.router import RouterStatistics
-from mxjax.remat.names import named
+from mxjax.remat.names import is_kept, named
 from mxjax.remat.offload import Offloading, run_offloading
 from mxjax.sharding import collectives
 from mxjax.sharding.context_parallel import RING, ContextParallel
@@ -95,7 +95,12 @@ class TransformerLayer(nnx.Module):
         """Residual stream after attention, and its norm."""
         name, rate = "attention_residual", self.hidden_dropout
         if rate == 0 or key is None:
-            return self.mlp_norm.after_addition(mixed_BsH, x_BsH, name)
+            if is_kept("mlp_norm") or not is_kept(name):
+                return self.mlp_norm.after_addition(mixed_BsH, x_BsH, name)
+            # Apart, so that the norm is made again of the sum. A kernel for both would want what
+            # it added once more, and that is the product after attention.
+            x_BsH = named(mixed_BsH + x_BsH, name)
+            return x_BsH, self.mlp_norm(x_BsH)
         x_BsH = named(bias_dropout_add(mixed_BsH, None, x_BsH, rate, key), name)
         return x_BsH, self.mlp_norm(x_BsH)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from mxjax.config.schema import ModelConfig, MoEConfig
 from mxjax.kernels.route import RoutingRule, choose_experts, expert_weights, kernel_runs, route
@@ -78,7 +79,7 @@ class Router(nnx.Module):
         """
         moe, (B, s, H) = self.moe, x_BsH.shape
         E = moe.num_experts
-        logits_TE = self._logits(x_BsH.reshape(-1, H).astype(jnp.float32))
+        logits_TE = self._logits(x_BsH.reshape(-1, H)).astype(jnp.float32)
         logits_TE = named(logits_TE, "router_logits")
         valid_T1 = valid_Bs.reshape(-1, 1)
         scores_TE, full_TE = self._scores(logits_TE)
@@ -106,8 +107,11 @@ class Router(nnx.Module):
         return not own and not self.moe.force_balanced
 
     def _logits(self, x_TH: jax.Array) -> jax.Array:
-        """Affinity of each token (fp32) to each expert."""
-        return x_TH @ self.weight[...].astype(jnp.float32)
+        """Affinity of each token to each expert, in fp32."""
+        weight_HE = self.weight[...].astype(jnp.float32)
+        # Of tokens cast to fp32 first, the backward pass would keep the cast ones as well.
+        contracted = ((1,), (0,)), ((), ())
+        return lax.dot_general(x_TH, weight_HE, contracted, preferred_element_type=jnp.float32)
 
     def _scores(self, logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What top-k compares, and the same normalised over all experts for the aux loss."""

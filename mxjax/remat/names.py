@@ -7,7 +7,9 @@ gathers of tensor parallelism, which Megatron repeats too. No JAX before a layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +161,25 @@ def named(tree: Any, name: str) -> Any:
 
     NAMES[name]
     return checkpoint_name(tree, name)
+
+
+_kept: ContextVar[Set[str] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def keeping(names: Set[str]) -> Iterator[None]:
+    """What is traced inside has these names in its backward pass, and makes others again."""
+    token = _kept.set(names)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def is_kept(name: str) -> bool:
+    """Whether a tensor of the layer that is traced is there in the backward pass."""
+    names = _kept.get()
+    return names is None or name in names
 
 
 def groups_of(config: Config) -> tuple[Group, ...]:

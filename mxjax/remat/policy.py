@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from mxjax.kernels.attention_block import CUDNN_ATTENTION, RESULTS, STAND_IN
 from mxjax.remat.layers import LayerPolicy
+from mxjax.remat.names import keeping
 from mxjax.sharding.mesh import DATA_AXES
 
 LayerFunction = Callable[..., tuple]
@@ -33,12 +34,19 @@ def rematerialise(
     if keep is None:
         return layer
 
+    # One function for one policy, as JAX remembers by function what it traced.
+    def traced(*arguments: Any) -> tuple:
+        if policy.kind != "names":
+            return layer(*arguments)
+        with keeping(policy.save | policy.offload):
+            return layer(*arguments)
+
     def run(weights: Any, *inputs: Any) -> tuple:
         # Weights pass a barrier only if something is made of them alone. A kernel reads a layer's
         # part of the stacked weights where it lies, but a barrier wants a copy.
         barriers = (gathers_weights, *[True] * len(inputs))
         prevent_cse = False if in_scan else barriers
-        return jax.checkpoint(layer, policy=keep, prevent_cse=prevent_cse)(weights, *inputs)
+        return jax.checkpoint(traced, policy=keep, prevent_cse=prevent_cse)(weights, *inputs)
 
     return run
 

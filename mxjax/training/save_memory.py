@@ -2,8 +2,9 @@
 
 Tensors are put in one order, the most bytes for the least time first (`MemoryModel.seconds_of`),
 and each pipeline rank computes as many of them again as it must: the fewest are found by bisection,
-for all ranks at once. Executor one_program has the same buffers on all ranks, so there all ranks
-take the same. What `remat` sets is a floor: it is never undone, tensors of `save` stay, and layers
+for all ranks at once. Of these each rank gives up again what the last one, which may be large, has
+made unnecessary. Executor one_program has the same buffers on all ranks, so there all ranks take
+the same. What `remat` sets is a floor: it is never undone, tensors of `save` stay, and layers
 with a rule of their own are left alone.
 """
 
@@ -69,13 +70,13 @@ def save_memory(
     """
     before = model.stages()
     search = _Search(model, budget, build, _candidates(model, ceilings))
-    levels = search.levels(len(before))
-    after = search.stages(levels)
+    chosen = search.chosen(len(before))
+    after = search.stages(chosen)
     if max(stage.total for stage in after) > budget:
         raise ConfigError([_impossible(model, budget, build, ceilings, after)])
     return Choice(
-        config=_with_levels(model.config, search.candidates, levels),
-        lines=tuple(_lines(budget, search.candidates, levels, before, after)),
+        config=_recomputing(model.config, chosen),
+        lines=tuple(_lines(budget, chosen, before, after)),
     )
 
 
@@ -96,8 +97,12 @@ def _candidates(model: MemoryModel, ceilings: Ceilings) -> list[Candidate]:
     return sorted(found, key=lambda c: c.seconds / c.bytes)
 
 
+Chosen = list[list[Candidate]]
+"""What each rank computes again."""
+
+
 class _Search:
-    """How many of the candidates each rank has to compute again."""
+    """Which of the candidates each rank has to compute again."""
 
     def __init__(
         self,
@@ -109,20 +114,35 @@ class _Search:
         self.model, self.budget, self.build = model, budget, build
         self.candidates = candidates
 
-    def stages(self, levels: Sequence[int]) -> tuple[StagePlan, ...]:
-        """Memory if each rank computes so many candidates again."""
-        config = _with_levels(self.model.config, self.candidates, levels)
+    def stages(self, chosen: Chosen) -> tuple[StagePlan, ...]:
+        """Memory of each rank with this choice."""
+        config = _recomputing(self.model.config, chosen)
         return self.model.with_objective(self.build(config)).stages()
 
-    def levels(self, num_ranks: int) -> list[int]:
-        """The least level of each rank that fits; the highest where none does."""
+    def chosen(self, num_ranks: int) -> Chosen:
+        """The cheapest that fits; all candidates where nothing does."""
+        chosen = [self.candidates[:level] for level in self._levels(num_ranks)]
+        if not all(self._fits(chosen)):
+            return chosen
+        for given_up in sorted(self.candidates, key=lambda c: -c.seconds):
+            fewer = [[c for c in of_rank if c != given_up] for of_rank in chosen]
+            if fewer != chosen:
+                fits = self._fits(fewer)
+                chosen = [a if fit else b for a, b, fit in zip(fewer, chosen, fits, strict=True)]
+        return chosen
+
+    def _fits(self, chosen: Chosen) -> list[bool]:
+        """Of each rank; all or none where they have the same buffers."""
+        fits = [stage.total <= self.budget for stage in self.stages(chosen)]
+        return fits if self.model.stagewise else [all(fits)] * len(fits)
+
+    def _levels(self, num_ranks: int) -> list[int]:
+        """How many of the first candidates each rank needs; all of them where that does not do."""
         most = len(self.candidates)
         low, high = [0] * num_ranks, [most] * num_ranks
         while any(a < b for a, b in zip(low, high, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-            fits = [stage.total <= self.budget for stage in self.stages(middle)]
-            if not self.model.stagewise:
-                fits = [all(fits)] * num_ranks
+            fits = self._fits([self.candidates[:level] for level in middle])
             for rank, (level, good) in enumerate(zip(middle, fits, strict=True)):
                 if low[rank] == high[rank]:
                     continue
@@ -130,8 +150,8 @@ class _Search:
         return low
 
 
-def _with_levels(config: Config, candidates: Sequence[Candidate], levels: Sequence[int]) -> Config:
-    """`config` with a rule for each group of each rank that computes candidates again; rules that
+def _recomputing(config: Config, chosen: Chosen) -> Config:
+    """`config` with a rule for each group of each rank that computes something again; rules that
     were there come after them and win."""
     base, rules = config.remat, []
     stages: dict[int, set[int]] = {}
@@ -140,11 +160,10 @@ def _with_levels(config: Config, candidates: Sequence[Candidate], levels: Sequen
         stages.setdefault(rank, set()).add(place.stage)
     # Stages may differ in what they offload.
     sections = {place.stage: section_at(config, place.stage) for place in places_of(config)}
-    alike = len(set(levels)) == 1 and len(set(sections.values())) == 1
+    alike = all(c == chosen[0] for c in chosen) and len(set(sections.values())) == 1
     for rank in [0] if alike else sorted(stages):
-        chosen = candidates[: levels[rank]]
         for group in groups_of(config):
-            names = tuple(c.name for c in chosen if c.group == group)
+            names = tuple(c.name for c in chosen[rank] if c.group == group)
             here = sorted({p.stage for p in places_of(config) if p.group == group} & stages[rank])
             parts = [(None, base)] if alike else _alike_stages(here, sections)
             for where, section in parts if names else ():
@@ -189,8 +208,8 @@ def _impossible(
     if bound:
         free = model.with_objective(build(replace(config, remat=RematConfig())))
         search = _Search(free, budget, build, _candidates(free, ceilings))
-        highest = [len(search.candidates)] * len(least)
-        without = max(stage.total for stage in search.stages(highest))
+        everything = [search.candidates] * len(least)
+        without = max(stage.total for stage in search.stages(everything))
         message += (
             f" with what {', '.join(f'remat.{key}' for key in bound)} sets, {gib(without)} without"
         )
@@ -209,22 +228,20 @@ def _binds(remat: RematConfig, key: str) -> bool:
 
 def _lines(
     budget: int,
-    candidates: Sequence[Candidate],
-    levels: Sequence[int],
+    chosen: Chosen,
     before: Sequence[StagePlan],
     after: Sequence[StagePlan],
 ) -> list[str]:
     lines = [f"save_memory: budget {gib(budget)} of each device"]
-    if not any(levels):
+    if not any(chosen):
         most = max(stage.total for stage in before)
         return [*lines, f"  fits as it is: {gib(most)}"]
-    for rank, level in enumerate(levels):
-        chosen = candidates[:level]
+    for rank, candidates in enumerate(chosen):
         held = before[rank].total, after[rank].total
         lines.append(f"  rank {rank}: {gib(held[0])} -> {gib(held[1])}, computes again:")
-        if not chosen:
+        if not candidates:
             lines[-1] = f"  rank {rank}: {gib(held[1])}, nothing to do"
-        for c in chosen:
+        for c in candidates:
             lines.append(
                 f"    {c.group:<14} {c.name:<20} {gib(c.bytes):>12} and {1e6 * c.seconds:,.0f} us"
                 " a layer and microbatch"

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from mxjax.config import ConfigError, Problem
 from mxjax.config.schema import ParallelConfig
@@ -30,15 +30,17 @@ class Target:
 
     Attributes:
       memory: bytes of one.
+      num_cores: multiprocessors of one.
     """
 
     name: str
     device_kind: str
     memory: int
+    num_cores: int
     ceilings: Ceilings
 
 
-TARGETS = {"h200": Target("h200", "NVIDIA H200", 150_000_000_000, H200)}
+TARGETS = {"h200": Target("h200", "NVIDIA H200", 150_000_000_000, 132, H200)}
 """By the name of their file in `targets/`."""
 
 
@@ -48,10 +50,13 @@ def use_target_compiler() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def abstract_mesh(parallel: ParallelConfig) -> AbstractMesh:
-    """A mesh of shapes alone, for any number of devices."""
+def abstract_mesh(target: Target, parallel: ParallelConfig) -> AbstractMesh:
+    """A mesh of shapes alone, for any number of devices, for which kernels are chosen as for the
+    devices themselves."""
     sizes = tuple(getattr(parallel, axis) for axis in AXES)
-    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    device = AbstractDevice(target.device_kind, target.num_cores, "gpu")
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
 
 
 def target_mesh(target: Target, parallel: ParallelConfig) -> Mesh:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mxjax.config.schema import RematConfig, RematRule
+from mxjax.kernels.norm import add_rms_norm
 from mxjax.training.gradients import Objective
 
 ZERO_3 = {"dp": 2, "zero_stage": 3}
@@ -44,6 +45,27 @@ def test_weights_pass_a_barrier_only_where_they_are_gathered(
         assert any("tensor<" in line for line in barriers)
         weights = mlp_up if not there else mlp_up.replace("32x", "16x")
         assert any(weights in line for line in barriers) == there, barriers
+
+
+@pytest.mark.parametrize(
+    ("policy", "fused"), [("none", True), ("norm", False), ("full", True), ("activation", True)]
+)
+def test_a_norm_that_is_made_again_of_a_kept_sum_is_apart_from_the_sum(
+    small_config, mesh_of, packed_batch, abstract_params, monkeypatch, policy, fused
+):
+    """A kernel for both would need its summands again, and with them a matrix product."""
+    calls = []
+
+    def after_addition(x, residual, *weights, **options):
+        calls.append(x.shape)
+        return add_rms_norm(x, residual, *weights, **options)
+
+    monkeypatch.setattr("mxjax.models.norm.add_rms_norm", after_addition)
+    config = small_config("llama", training={"scan_layers": False}, remat=policy)
+    objective = Objective(config, mesh_of(config))
+    arguments = abstract_params(objective), None, packed_batch(config), jax.random.key(0)
+    jax.eval_shape(objective.loss_and_gradients(), *arguments)
+    assert bool(calls) == fused
 
 
 def count(program):

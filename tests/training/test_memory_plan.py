@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,12 +12,13 @@ import pytest
 from mxjax import train
 from mxjax.config import ConfigError
 from mxjax.config.schema import RematConfig, RematRule
+from mxjax.kernels import implementation
 from mxjax.kernels.attention import always_tiled
 from mxjax.training.memory_plan import RESERVE
 from mxjax.training.pipelined import build_objective
 from mxjax.training.plan import fitted, memory_model
 from mxjax.training.programs import Programs
-from mxjax.training.save_memory import save_memory
+from mxjax.training.save_memory import Candidate, _Search, save_memory
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,22 @@ def test_save_memory_takes_the_cheapest_that_fits_and_undoes_nothing(
         save_memory(model_of(fixed), start.total - norm, build)
 
 
+def test_save_memory_gives_up_what_a_large_tensor_makes_unnecessary():
+    small, large = (Candidate("dense_layers", n, b, s) for n, b, s in (("a", 5, 1), ("b", 50, 20)))
+
+    class Search(_Search):
+        def stages(self, chosen):
+            held = zip((100, 58, 40), chosen, strict=True)
+            return [SimpleNamespace(total=n - sum(c.bytes for c in of)) for n, of in held]
+
+    search = Search(SimpleNamespace(stagewise=True), 55, None, [small, large])
+    assert search.chosen(3) == [[large], [small], []]
+    search = Search(SimpleNamespace(stagewise=False), 55, None, [small, large])
+    assert search.chosen(3) == [[large]] * 3
+    search.budget = 1
+    assert search.chosen(3) == [[small, large]] * 3, "nothing fits"
+
+
 def test_on_a_gpu_attention_has_bytes_and_a_price(small_config, model_of, mesh_of, monkeypatch):
     """In a trace, cuDNN's attention has neither names nor products; plans must not go by it."""
 
@@ -202,11 +220,20 @@ def plan(*arguments):
     return code, json.loads(said.getvalue() or "null"), errors.getvalue()
 
 
-def test_deepseek_v3_on_1024_gpus():
+def test_deepseek_v3_on_1024_gpus(monkeypatch):
     """Recompute of everything keeps 61 inputs of 4,096 x 7,168 / 2 (tp) bf16, and two for
     multi-token prediction; a budget is kept by other means than that."""
+    kinds = set()
+
+    def device():
+        kinds.add(device_of_mesh().device_kind)
+        return device_of_mesh()
+
+    device_of_mesh = implementation._device
+    monkeypatch.setattr(implementation, "_device", device)
     code, found, said = plan("--config", "configs/deepseek_v3.yaml")
     assert (code, said) == (0, "")
+    assert kinds == {"NVIDIA H200"}, "kernels are chosen for this machine"
     assert found["devices"]["count"] == 1024
     assert (found["collectives"], found["compile_seconds"]) == ([], None)
     (stage,) = found["stages"]
