@@ -63,7 +63,7 @@ def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Shapes of the arguments of `_formulas` and `_liger`."""
     if name == "RoPE":
         T, N, D = sizes
-        return [(1, N, T, D), (T, D), (T, D)]
+        return [(1, T, N // 2, D), (1, T, N // 2, D), (T, D), (T, D)]  # queries and keys
     if name == "linear + cross entropy":
         T, H, V = sizes
         return [(T, H), (V, H)]
@@ -103,11 +103,16 @@ def _formulas() -> dict[str, Callable[..., Any]]:
 
         return both
 
-    def rope(x, cos, sin):
+    def rope(q, k, cos, sin):
         import torch
 
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin
+        cos, sin = cos[:, None], sin[:, None]
+
+        def turn(x):
+            first, second = x.chunk(2, dim=-1)
+            return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+        return turn(q), turn(k)
 
     def linear_cross_entropy(x, weight):
         return F.cross_entropy((x @ weight.T).float(), _targets(x, weight), reduction="sum")
@@ -134,10 +139,10 @@ def _liger() -> dict[str, Callable[..., Any]]:
     from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    def rope(x, cos, sin):
-        # It turns queries and keys together: half of the heads each.
-        N = x.shape[1] // 2
-        return LigerRopeFunction.apply(x[:, :N], x[:, N:], cos[None], sin[None])
+    def rope(q, k, cos, sin):
+        # It takes heads before tokens, as a view of tokens before heads; else it would copy.
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return LigerRopeFunction.apply(q, k, cos[None], sin[None])
 
     def linear_cross_entropy(x, weight):
         targets = _targets(x, weight)

@@ -17,7 +17,7 @@ COLORS = {
 }
 _OTHER = (120, 90, 160)
 _DARK, _PALE, _WHITE = (34, 34, 34), (225, 225, 225), (255, 255, 255)
-_BAR, _GAP, _LEFT, _WIDTH, _RIGHT, _TOP = 15, 14, 390, 520, 120, 34
+_BAR, _GAP, _LEFT, _WIDTH, _RIGHT, _TOP = 15, 14, 300, 520, 170, 34
 
 
 def save_png(results: Sequence[Result], title: str, path: Path) -> None:
@@ -59,4 +59,4 @@ def save_png(results: Sequence[Result], title: str, path: Path) -> None:
             text(_LEFT + width + 4, y + _BAR / 2 - 1, f"{row.by} {row.share_of_floor:.0%}")
             y += _BAR
         y += _GAP
-    image.save(path, format="PNG")
+    image.quantize(64).save(path, format="PNG")

@@ -1,0 +1,116 @@
+"""Peak memory and speed of recompute tiers as a picture.
+
+    python benchmarks/memory_curve.py results.json ... --svg curve.svg
+
+Each file is what `train_step.py --json` wrote. The first variant of a model is its reference: the
+picture has every other one's peak and speed relative to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+WIDTH, HEIGHT, MARGIN = 720, 400, 60
+PLACES = ((0, 17, "middle"), (8, 5, "start"), (0, -8, "middle"))
+COLORS = ("#205cb6", "#ee803c", "#087a76", "#785aa0")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One variant; memory and speed in percent of the reference, whose name is all of its own."""
+
+    name: str
+    memory: float
+    speed: float
+
+
+def curves(files: list[Path]) -> dict[str, list[Point]]:
+    """Points of each model, the most memory first.
+
+    Raises:
+      SystemExit: a model has no reference.
+    """
+    found: dict[str, list[Point]] = {}
+    for file in files:
+        for model, variants in json.loads(file.read_text()).items():
+            reference, *_ = variants.values()
+            if reference.get("peak_memory_bytes") is None:
+                raise SystemExit(f"{file}: {model}: its first variant has no peak memory")
+            start = next(iter(variants)) + "-"
+            for name, figures in variants.items():
+                if figures.get("peak_memory_bytes") is None:
+                    continue
+                memory = figures["peak_memory_bytes"] / reference["peak_memory_bytes"]
+                speed = figures["tokens_per_second_per_device"]
+                speed /= reference["tokens_per_second_per_device"]
+                point = Point(name.removeprefix(start), 100 * memory, 100 * speed)
+                found.setdefault(model, []).append(point)
+    return {model: sorted(points, key=lambda p: -p.memory) for model, points in found.items()}
+
+
+def picture(models: dict[str, list[Point]]) -> str:
+    """As SVG: memory to the right, speed upwards, a line for each model."""
+    points = [point for of_model in models.values() for point in of_model]
+    left, right = min(p.memory for p in points) - 3, max(p.memory for p in points) + 5
+    low, high = min(p.speed for p in points) - 2, max(p.speed for p in points) + 2
+
+    def at(memory: float, speed: float) -> tuple[float, float]:
+        x = MARGIN + (memory - left) / (right - left) * (WIDTH - 2 * MARGIN)
+        return x, HEIGHT - MARGIN - (speed - low) / (high - low) * (HEIGHT - 2 * MARGIN)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+    ]
+
+    def text(x: float, y: float, words: str, anchor: str = "start", color: str = "#222") -> None:
+        parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">'
+            f"{escape(words)}</text>"
+        )
+
+    def line(ends: list[tuple[float, float]], color: str, width: float) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
+        )
+
+    for memory in range(5 * -(-int(left) // 5), int(right) + 1, 5):
+        x, bottom = at(memory, low)
+        line([(x, MARGIN), (x, bottom)], "#ddd", 1)
+        text(x, bottom + 18, f"{memory} %", "middle")
+    for speed in range(2 * -(-int(low) // 2), int(high) + 1, 2):
+        start, y = at(left, speed)
+        line([(start, y), (WIDTH - MARGIN, y)], "#ddd", 1)
+        text(start - 6, y + 4, f"{speed} %", "end")
+    text(WIDTH / 2, HEIGHT - 12, "peak memory", "middle")
+    text(MARGIN, MARGIN - 14, "tokens/s")
+    for number, (model, of_model) in enumerate(models.items()):
+        color = COLORS[number % len(COLORS)]
+        line([at(p.memory, p.speed) for p in of_model], color, 2)
+        for place, p in enumerate(of_model):
+            x, y = at(p.memory, p.speed)
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>')
+            if place:  # in turn below, beside and above, for those that lie close together
+                right, down, anchor = PLACES[place % len(PLACES)]
+                text(x + right, y + down, p.name, anchor, color)
+        reference = f"{model}, {of_model[0].name}: 100 %"
+        text(WIDTH - MARGIN, MARGIN - 14 - 16 * number, reference, "end", color)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--svg", type=Path, required=True, metavar="FILE")
+    arguments = parser.parse_args()
+    arguments.svg.write_text(picture(curves(arguments.results)))
+
+
+if __name__ == "__main__":
+    main()
