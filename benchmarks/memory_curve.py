@@ -97,8 +97,8 @@ def picture(models: dict[str, list[Point]]) -> str:
             x, y = at(p.memory, p.speed)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>')
             if place:  # in turn below, beside and above, for those that lie close together
-                right, down, anchor = PLACES[place % len(PLACES)]
-                text(x + right, y + down, p.name, anchor, color)
+                beside, below, anchor = PLACES[place % len(PLACES)]
+                text(x + beside, y + below, p.name, anchor, color)
         reference = f"{model}, {of_model[0].name}: 100 %"
         text(WIDTH - MARGIN, MARGIN - 14 - 16 * number, reference, "end", color)
     return "\n".join([*parts, "</svg>"]) + "\n"
