@@ -19,7 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 import jax
 
 from mxjax.kernels.bench.cases import Case, all_cases
-from mxjax.kernels.bench.measure import Result, measure
+from mxjax.kernels.bench.measure import CEILINGS, Result, measure
 from mxjax.kernels.bench.picture import save_png
 from mxjax.kernels.bench.timing import QUICK, Effort
 from mxjax.kernels.bench.tune import tune
@@ -78,6 +78,11 @@ def _bench(cases: list[Case], arguments: argparse.Namespace) -> int:
     for name, path in (("--json", arguments.json), ("--png", arguments.png)):
         if path and not path.absolute().parent.is_dir():
             raise ValueError(f"{name} {path}: there is no such folder")
+    if arguments.png and device_kind() not in CEILINGS:
+        raise ValueError(
+            f"--png {arguments.png}: it shows shares of the floor, and the ceilings of "
+            f"'{device_kind()}' are not known; leave it out, or add them to CEILINGS"
+        )
     effort = QUICK if arguments.small else Effort()
     title = f"{device_kind()}, JAX {jax.__version__}"
     print(f"{title}\n{'case':34}{'work':20}{'by':15}{'us':>10}{'TB/s':>8}{'of floor':>10}")

@@ -173,12 +173,18 @@ def _recomputing(config: Config, chosen: Chosen) -> Config:
                         group=group,
                         policy=base.policy,
                         tier=base.tier if "expert_rows" in names_of(config, group) else None,
-                        save=section.save,
-                        recompute=(*base.recompute, *names),
-                        offload=section.offload,
+                        save=_of_group(config, group, section.save),
+                        recompute=(*_of_group(config, group, base.recompute), *names),
+                        offload=_of_group(config, group, section.offload),
                     )
                 )
     return replace(config, remat=replace(base, rules=(*rules, *base.rules)))
+
+
+def _of_group(config: Config, group: Group, entries: Sequence[str]) -> tuple[str, ...]:
+    """Those of the names and modules that layers of the group have: rules may name no others."""
+    known = names_of(config, group)
+    return tuple(entry for entry in entries if not set(expanded([entry])).isdisjoint(known))
 
 
 def _alike_stages(

@@ -50,6 +50,10 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, monkeypatch, capsys)
             ["tune", "--small"],
             "nothing to tune: its kernels are for NVIDIA Hopper GPUs and this is 'cpu'",
         ),
+        (
+            ["bench", "--small", "--png", "x.png"],
+            "--png x.png: it shows shares of the floor, and the ceilings of 'cpu' are not known",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, message, capsys):

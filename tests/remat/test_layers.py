@@ -90,6 +90,10 @@ def test_ranges():
             {"rules": [{"group": "dense_layers", "save": ["expert_up"]}]}, {}, "remat.rules",
             "tensors: attention_norm, attention_out, attention_residual, key, layer_input, mlp_act",
         ),
+        (
+            {"rules": [{"layers": "0", "save": ["expert_up"]}]}, {}, "remat.rules",
+            "expert_up is no tensor of dense_layers of this model",
+        ),
         ({"tier": "light"}, {"moe": {"num_experts": 0}}, "remat.tier", "is for MoE layers"),
         ({"policy": "mla_up_proj"}, {}, "remat.policy", "which dense_layers or moe_layers"),
         ({"policy": "dots", "save": ["query"]}, {}, "remat.policy", "cannot be combined with save"),

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from mxjax import train
-from mxjax.config import ConfigError
+from mxjax.config import ConfigError, load_config, to_yaml
 from mxjax.config.schema import RematConfig, RematRule
 from mxjax.kernels import implementation
 from mxjax.kernels.attention import always_tiled
@@ -152,6 +152,18 @@ def test_save_memory_takes_the_cheapest_that_fits_and_undoes_nothing(
     fixed = dataclasses.replace(config, remat=RematConfig(rules=(explicit,)))
     with pytest.raises(ConfigError, match=r"remat.rules sets"):
         save_memory(model_of(fixed), start.total - norm, build)
+
+
+def test_what_save_memory_chose_can_be_loaded_again(small_config, model_of, mesh_of, tmp_path):
+    """Names that the user set, of other layers, are in no rule; a run writes what was chosen."""
+    remat = RematConfig(recompute=("expert_up", "mlp_up", "norm"), save=("expert_act",))
+    config = small_config("mixtral", model={"num_layers": 3}, moe={"first_k_dense": 1}, remat=remat)
+    model = model_of(config)
+    budget = model.stages()[0].total - 1
+    choice = save_memory(model, budget, lambda c: build_objective(c, mesh_of(c)))
+    assert {rule.group for rule in choice.config.remat.rules} >= {"dense_layers"}
+    (tmp_path / "config.yaml").write_text(to_yaml(choice.config))
+    assert load_config(tmp_path / "config.yaml", [], lambda _: 1).remat == choice.config.remat
 
 
 def test_save_memory_gives_up_what_a_large_tensor_makes_unnecessary():

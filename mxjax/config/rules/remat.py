@@ -19,7 +19,16 @@ def _choices(c: Config) -> Iterator[tuple[str, RematConfig | RematRule, tuple[st
     groups = groups_of(c)
     yield "remat", c.remat, groups
     for choice in c.remat.rules:
-        yield "remat.rules", choice, groups if choice.group is None else (choice.group,)
+        yield "remat.rules", choice, _groups_of_its_layers(c, choice)
+
+
+def _groups_of_its_layers(c: Config, choice: RematRule) -> tuple[str, ...]:
+    named = groups_of(c) if choice.group is None else (choice.group,)
+    try:
+        found = {place.group for place in places_of(c) if matches(choice, place)}
+    except (LayoutError, RangeError):
+        return named  # other rules report these, and that it is for no layer
+    return tuple(group for group in named if group in found) or named
 
 
 def _key(path: str, key: str) -> tuple[str, str]:
