@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,6 +12,11 @@ import pytest
 from mxjax.config import ConfigError, load_config
 from mxjax.sharding.mesh import build_mesh
 from mxjax.training.host_memory import check_host_memory
+from mxjax.training.programs import (
+    DETERMINISTIC_GPU_OPTIONS,
+    OFFLOADING_GPU_OPTIONS,
+    Programs,
+)
 
 SHORT = ("training.num_steps=4", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
 
@@ -34,6 +40,28 @@ def test_moments_on_the_host_change_nothing(tmp_path, train, sums, metrics_of):
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert here.config.optimizer.offload is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "graphs"),
+    [
+        ([], True),
+        (["optimizer.offload=true"], False),
+        (["remat.policy=full", "remat.offload=[mlp_up]"], False),
+        (["remat.rules=[{layers: '0-1', offload: [mlp_up]}]"], False),
+    ],
+)
+def test_on_a_gpu_transfers_are_in_no_graph(config_file, overrides, graphs, monkeypatch):
+    """In one they would wait for kernels, and kernels for them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    given = []
+    lowered = SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options))
+    config = load_config(config_file, ["training.deterministic=true", *overrides], lambda _: 1)
+    programs = Programs(config, build_mesh(config.parallel, jax.devices()[:1]))
+    programs.close()
+    programs._compile(lowered)
+    expected = DETERMINISTIC_GPU_OPTIONS | ({} if graphs else OFFLOADING_GPU_OPTIONS)
+    assert given == [expected]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +105,7 @@ from mxjax.remat.layers import LayerPolicy
 from mxjax.remat.names import named
 from mxjax.remat.offload import Offloading
 from mxjax.remat.policy import rematerialise
+from mxjax.training.programs import OFFLOADING_GPU_OPTIONS
 from mxjax.training.target import TARGETS, target_mesh, use_target_compiler
 from tests.pipeline.toy_model import Toy, parameters, stacks_of
 
@@ -89,18 +118,19 @@ def layer(w, x, ctx, index, bias):
 away = LayerPolicy("names", offload=frozenset(["mlp_up"]))
 keep = rematerialise(layer, away.on_device, gathers_weights=False, in_scan=True)
 
-def compiled(run):
+def compiled(run, options=None):
     loss = lambda w, x: jnp.sum(run_layers(run, w, x, None, jnp.arange(8), None)[0])
     replicated = NamedSharding(mesh, PartitionSpec())
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=replicated)
-    return jax.jit(jax.grad(loss)).lower(like(8, 64, 256), like(1024, 64)).compile()
+    return jax.jit(jax.grad(loss)).lower(like(8, 64, 256), like(1024, 64)).compile(options)
 
 def bytes_of(program):
     sizes = program.memory_analysis()
     return sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
 
 def products_beside_transfers(program):
-    # Of each loop: products of its body, and those between the begin and end of a transfer.
+    # Of each loop: products of its body, those between the begin and end of a transfer, and how
+    # many things begin that end later.
     text = program.as_text()
     found = []
     for body in re.findall(r"body=%([\w.-]+)", text):
@@ -110,7 +140,8 @@ def products_beside_transfers(program):
         start, = of("(update|dynamic)-slice-start")
         end, = of("(update|dynamic)-slice-done")
         products = of("dot|gemm|cublas")
-        found.append((len(products), sum(start < i < end for i in products)))
+        begun = len(of("-start"))
+        found.append((len(products), sum(start < i < end for i in products), begun))
     return found
 
 def bytes_of_a_stage(offload):
@@ -131,7 +162,7 @@ def bytes_of_a_stage(offload):
     sizes = program.lower(*given).compile().memory_analysis()
     return sizes.output_size_in_bytes, sizes.host_output_size_in_bytes
 
-kept, sent = compiled(keep), compiled(Offloading(keep, away.offload))
+kept, sent = compiled(keep), compiled(Offloading(keep, away.offload), OFFLOADING_GPU_OPTIONS)
 found = [bytes_of(kept), bytes_of(sent), bytes_of_a_stage(()), bytes_of_a_stage(("hidden",))]
 print(json.dumps([products_beside_transfers(sent), *found]))
 """
@@ -147,8 +178,9 @@ def test_a_gpu_program_has_offloaded_activations_in_host_memory(cuda_compiler):
     tensor = 1024 * 256 * 4
     assert (none, host) == (0, 8 * tensor)
     assert device - less >= 5 * tensor  # two layers' are there, and a copy of one
-    # They travel beside all of another layer: its two products, and in the backward pass four.
-    assert loops == [[2, 2], [4, 4]]
+    # They travel beside all of another layer: its two products, and in the backward pass four. And
+    # nothing else does: XLA has four queues, and weights in that of a transfer would wait for it.
+    assert loops == [[2, 2, 1], [4, 4, 1]]
     (all_there, nothing), (rest, left) = stage
     assert (nothing, left) == (0, 3 * 6 * 12 * 4)
     assert all_there - rest >= left
