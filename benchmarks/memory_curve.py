@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,7 +22,8 @@ COLORS = ("#205cb6", "#ee803c", "#087a76", "#785aa0")
 
 @dataclass(frozen=True)
 class Point:
-    """One variant; memory and speed in percent of the reference, whose name is all of its own."""
+    """One variant; memory and speed in percent of the reference. The name is what it adds to that
+    of the reference, or all of it."""
 
     name: str
     memory: float
@@ -29,27 +31,47 @@ class Point:
 
 
 def curves(files: list[Path]) -> dict[str, list[Point]]:
-    """Points of each model, the most memory first.
+    """Points of each model under its name and that of its reference, the reference first and the
+    others after it by memory.
 
     Raises:
-      SystemExit: a model has no reference.
+      SystemExit: a file cannot be read, a model is there twice, or has no reference.
     """
     found: dict[str, list[Point]] = {}
+    seen = set()
     for file in files:
-        for model, variants in json.loads(file.read_text()).items():
-            reference, *_ = variants.values()
-            if reference.get("peak_memory_bytes") is None:
-                raise SystemExit(f"{file}: {model}: its first variant has no peak memory")
-            start = next(iter(variants)) + "-"
-            for name, figures in variants.items():
-                if figures.get("peak_memory_bytes") is None:
-                    continue
-                memory = figures["peak_memory_bytes"] / reference["peak_memory_bytes"]
-                speed = figures["tokens_per_second_per_device"]
-                speed /= reference["tokens_per_second_per_device"]
-                point = Point(name.removeprefix(start), 100 * memory, 100 * speed)
-                found.setdefault(model, []).append(point)
-    return {model: sorted(points, key=lambda p: -p.memory) for model, points in found.items()}
+        try:
+            content = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{file}: cannot be read: {error}") from None
+        for model, variants in content.items():
+            if model in seen:
+                raise SystemExit(f"{file}: {model} is in another file too; draw one of them")
+            seen.add(model)
+            measured = {name: v for name, v in variants.items() if _is_measured(v)}
+            reference = next(iter(variants), None)
+            if reference not in measured:
+                raise SystemExit(f"{file}: {model}: its first variant was not measured")
+            points = [_point(name, v, reference, measured) for name, v in measured.items()]
+            found[f"{model}, {reference}"] = [
+                points[0],
+                *sorted(points[1:], key=lambda point: -point.memory),
+            ]
+    if not found:
+        raise SystemExit(f"{', '.join(map(str, files))}: there are no models")
+    return found
+
+
+KEYS = ("peak_memory_bytes", "tokens_per_second_per_device")
+
+
+def _is_measured(figures: dict) -> bool:
+    return all(figures.get(key) is not None for key in KEYS)
+
+
+def _point(name: str, figures: dict, reference: str, measured: dict[str, dict]) -> Point:
+    memory, speed = (100 * figures[key] / measured[reference][key] for key in KEYS)
+    return Point(name.removeprefix(f"{reference}-"), memory, speed)
 
 
 def picture(models: dict[str, list[Point]]) -> str:
@@ -80,11 +102,11 @@ def picture(models: dict[str, list[Point]]) -> str:
             f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
         )
 
-    for memory in range(5 * -(-int(left) // 5), int(right) + 1, 5):
+    for memory in range(5 * math.ceil(left / 5), int(right) + 1, 5):
         x, bottom = at(memory, low)
         line([(x, MARGIN), (x, bottom)], "#ddd", 1)
         text(x, bottom + 18, f"{memory} %", "middle")
-    for speed in range(2 * -(-int(low) // 2), int(high) + 1, 2):
+    for speed in range(2 * math.ceil(low / 2), int(high) + 1, 2):
         start, y = at(left, speed)
         line([(start, y), (WIDTH - MARGIN, y)], "#ddd", 1)
         text(start - 6, y + 4, f"{speed} %", "end")
@@ -92,15 +114,15 @@ def picture(models: dict[str, list[Point]]) -> str:
     text(MARGIN, MARGIN - 14, "tokens/s")
     for number, (model, of_model) in enumerate(models.items()):
         color = COLORS[number % len(COLORS)]
-        line([at(p.memory, p.speed) for p in of_model], color, 2)
+        along = sorted(of_model, key=lambda point: point.memory)
+        line([at(p.memory, p.speed) for p in along], color, 2)
         for place, p in enumerate(of_model):
             x, y = at(p.memory, p.speed)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>')
             if place:  # in turn below, beside and above, for those that lie close together
                 beside, below, anchor = PLACES[place % len(PLACES)]
                 text(x + beside, y + below, p.name, anchor, color)
-        reference = f"{model}, {of_model[0].name}: 100 %"
-        text(WIDTH - MARGIN, MARGIN - 14 - 16 * number, reference, "end", color)
+        text(WIDTH - MARGIN, MARGIN - 14 - 16 * number, f"{model}: 100 %", "end", color)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -109,6 +131,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--svg", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
+    if not arguments.svg.absolute().parent.is_dir():
+        parser.error(f"--svg {arguments.svg}: there is no such folder")
     arguments.svg.write_text(picture(curves(arguments.results)))
 
 

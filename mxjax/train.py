@@ -77,7 +77,7 @@ def start_jax(parallel: ParallelConfig, arguments: argparse.Namespace) -> int:
 
         use_target_compiler()
         sizes = [getattr(parallel, axis) for axis in AXES]
-        return arguments.devices or abs(prod(sizes))
+        return abs(prod(sizes)) if arguments.devices is None else arguments.devices
     use_cpu_devices(parallel.cpu_devices)
     if arguments.coordinator_address:
         jax.distributed.initialize(
@@ -92,8 +92,10 @@ def check_options(arguments: argparse.Namespace) -> str | None:
     """What is wrong with the options taken together; None: nothing."""
     if arguments.json and not arguments.plan:
         return "--json belongs to --plan"
-    if (arguments.devices or arguments.no_compile) and not arguments.target:
+    if (arguments.devices is not None or arguments.no_compile) and not arguments.target:
         return "--devices and --no-compile belong to --target"
+    if arguments.devices is not None and arguments.devices < 1:
+        return f"--devices {arguments.devices}: it takes at least one"
     if arguments.target and not arguments.plan:
         return "--target belongs to --plan"
     if arguments.plan and (arguments.distributed or arguments.coordinator_address):

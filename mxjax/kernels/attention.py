@@ -23,7 +23,6 @@ from mxjax.kernels.attention_block import (
     Implementation,
     cudnn_obstacle,
     grouped,
-    plans,
     same_segment,
     takes_cudnn,
     tiled_causal_attention,
@@ -31,7 +30,7 @@ from mxjax.kernels.attention_block import (
     widened,
 )
 from mxjax.kernels.dropout import dropout
-from mxjax.kernels.implementation import mosaic_kernel
+from mxjax.kernels.implementation import mosaic_kernel, plans
 
 LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""

@@ -19,7 +19,6 @@ D width of query and key heads, E width of value heads.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -30,6 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.kernels.dropout import dropout
+from mxjax.kernels.implementation import plans
 
 Implementation = Literal["auto", "cudnn", "xla"]
 
@@ -46,9 +46,6 @@ CUDNN_ATTENTION = "dot_product_attention_fwd"
 """How the name of JAX's primitive begins."""
 STAND_IN = "cudnn_results"
 """Name of what a plan has in the place of the results of cuDNN's attention, which have none."""
-
-plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", default="no")
-"""What is traced is for a plan of a GPU that is not here; see `attention.py`."""
 
 type SegmentIds = tuple[jax.Array, jax.Array]
 """int32 of the queries [B, Q] and of the keys [B, K]."""

@@ -67,6 +67,9 @@ class Choice:
 
 _AUTO = KernelsConfig()
 
+plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", default="no")
+"""What is traced is for a plan of a GPU, and never run; see `attention.py`."""
+
 _selection: ContextVar[KernelsConfig] = ContextVar("selection", default=_AUTO)
 _interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 
@@ -240,8 +243,19 @@ def varying_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
 
 def mosaic_kernel(body: Callable[..., None], **options) -> Callable[..., Any]:
     """`plgpu.kernel`, but its results vary over the mesh axes that its operands vary over, which
-    JAX 0.11 forgets."""
-    return results_vary_as_operands(plgpu.kernel(body, **options))
+    JAX 0.11 forgets. For plans from shapes a call without a body, which takes no time to trace."""
+    planned = plans.get() == "shapes"
+    kernel = _without_body(options["out_type"]) if planned else plgpu.kernel(body, **options)
+    return results_vary_as_operands(kernel)
+
+
+def _without_body(out_type: Any) -> Callable[..., Any]:
+    types, tree = jax.tree.flatten(out_type)
+
+    def call(*operands):
+        return tree.unflatten(jax.ffi.ffi_call("planned_kernel", types)(*operands))
+
+    return call
 
 
 def results_vary_as_operands(kernel: Callable[..., Any]) -> Callable[..., Any]:

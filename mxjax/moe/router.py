@@ -79,7 +79,10 @@ class Router(nnx.Module):
         """
         moe, (B, s, H) = self.moe, x_BsH.shape
         E = moe.num_experts
-        logits_TE = self._logits(x_BsH.reshape(-1, H)).astype(jnp.float32)
+        x_TH = x_BsH.reshape(-1, H)
+        if type(self)._logits is not Router._logits:  # whose product takes both dtypes
+            x_TH = x_TH.astype(jnp.float32)
+        logits_TE = self._logits(x_TH)
         logits_TE = named(logits_TE, "router_logits")
         valid_T1 = valid_Bs.reshape(-1, 1)
         scores_TE, full_TE = self._scores(logits_TE)
@@ -107,7 +110,7 @@ class Router(nnx.Module):
         return not own and not self.moe.force_balanced
 
     def _logits(self, x_TH: jax.Array) -> jax.Array:
-        """Affinity of each token to each expert, in fp32."""
+        """Affinity of each token to each expert, in fp32. One's own gets the tokens in fp32."""
         weight_HE = self.weight[...].astype(jnp.float32)
         # Of tokens cast to fp32 first, the backward pass would keep the cast ones as well.
         contracted = ((1,), (0,)), ((), ())

@@ -191,11 +191,14 @@ class Programs:
         return lowered.compile(compiler_options=self._compiler_options())
 
     def _compiler_options(self) -> dict[str, Any]:
-        if jax.default_backend() != "gpu":
-            return {}
-        options = DETERMINISTIC_GPU_OPTIONS if self.config.training.deterministic else {}
+        options: dict[str, Any] = {}
+        # Without a GPU, for a plan, XLA finds no kernel that it is sure of.
+        if self.config.training.deterministic and jax.default_backend() == "gpu":
+            options |= DETERMINISTIC_GPU_OPTIONS
         offloads = offloads_activations(self.config) or self.config.optimizer.offload
-        return options | (OFFLOADING_GPU_OPTIONS if offloads else {})
+        if offloads and self.mesh.devices.flat[0].platform != "cpu":
+            options |= OFFLOADING_GPU_OPTIONS
+        return options
 
 
 class Copies:

@@ -31,12 +31,14 @@ class Candidate:
 
     Attributes:
       bytes, seconds: of one layer and microbatch.
+      layers: how many of the group there are.
     """
 
     group: Group
     name: str
     bytes: int
     seconds: float
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,11 @@ def _candidates(model: MemoryModel, ceilings: Ceilings) -> list[Candidate]:
     for group in groups_of(config):
         for name, size in model.bytes_by_name(group).items():
             # The choice of experts must not be made anew, see `names.TIERS`.
-            if name in settled or name == "router_experts":
+            if name in settled or name == "router_experts" or not size:
                 continue
             seconds = model.seconds_of(group, keep_names(config, group), name, ceilings)
-            found.append(Candidate(group, name, size, seconds))
+            layers = sum(place.group == group for place in places_of(config))
+            found.append(Candidate(group, name, size, seconds, layers))
     return sorted(found, key=lambda c: c.seconds / c.bytes)
 
 
@@ -124,7 +127,7 @@ class _Search:
         chosen = [self.candidates[:level] for level in self._levels(num_ranks)]
         if not all(self._fits(chosen)):
             return chosen
-        for given_up in sorted(self.candidates, key=lambda c: -c.seconds):
+        for given_up in sorted(self.candidates, key=lambda c: -c.seconds * c.layers):
             fewer = [[c for c in of_rank if c != given_up] for of_rank in chosen]
             if fewer != chosen:
                 fits = self._fits(fewer)

@@ -11,6 +11,7 @@ from mxjax.config import ModelConfig, MoEConfig
 from mxjax.models.parts import Part
 from mxjax.moe.balance import load_factor, router_loss, updated_bias
 from mxjax.moe.router import Router
+from mxjax.remat.residuals import residuals_of
 
 B, S, H, E, K = 2, 6, 16, 8, 3
 MODEL = ModelConfig(hidden_size=H)
@@ -78,6 +79,32 @@ def test_choice_and_weights(options, biased):
     experts_TK, weights_TK, _ = route(moe, bias=bias)
     want = expected(moe, bias)
     np.testing.assert_allclose(as_dense(experts_TK, weights_TK), want, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_tokens_meet_the_weights_in_fp32():
+    """A router of one's own gets them so, too; the built-in one keeps no cast tokens."""
+    seen = []
+
+    class Own(Router):
+        def _logits(self, x_TH):
+            seen.append(x_TH.dtype)
+            return x_TH @ self.weight[...].astype(x_TH.dtype)
+
+    x = jnp.asarray(X, jnp.bfloat16)
+    weights = []
+    for kind in (Router, Own):
+        part = Part(lambda rngs, kind=kind: kind(MODEL, BASE, rngs))
+
+        def run(x, weight, part=part):
+            return part.bind({"weight": weight})(x, VALID, NO_BIAS)[1]
+
+        arguments = x, jnp.asarray(WEIGHT)
+        weights.append(run(*arguments))
+        kept = [r.shape for r in residuals_of(run, *arguments) if r.dtype == jnp.float32]
+        assert ((B * S, H) in kept) == (kind is Own)
+    assert seen
+    assert {jnp.dtype(dtype) for dtype in seen} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_array_equal(*weights)
 
 
 def test_padding_goes_nowhere_and_counts_nowhere():

@@ -167,7 +167,10 @@ def test_what_save_memory_chose_can_be_loaded_again(small_config, model_of, mesh
 
 
 def test_save_memory_gives_up_what_a_large_tensor_makes_unnecessary():
-    small, large = (Candidate("dense_layers", n, b, s) for n, b, s in (("a", 5, 1), ("b", 50, 20)))
+    small, large = (
+        Candidate("dense_layers", name, size, seconds, layers=1)
+        for name, size, seconds in (("a", 5, 1), ("b", 50, 20))
+    )
 
     class Search(_Search):
         def stages(self, chosen):
@@ -254,6 +257,23 @@ def test_deepseek_v3_on_1024_gpus(monkeypatch):
     assert stage["device"] == 150_000_000_000
 
 
+def test_products_of_kernels_have_a_price(tmp_path):
+    """8,192 tokens' 2 choices through [256, 2 x 128] in each of 2 layers, at 680 TFLOP/s; buffers
+    are those of the kernels, without room for other than balanced experts."""
+    config = {
+        "model": {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 2},
+        "moe": {"num_experts": 8, "router_topk": 2, "moe_ffn_hidden_size": 128},
+        "training": {"seq_length": 2048, "global_batch_size": 4},
+        "parallel": {"dp": 1},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(config))
+    code, found, said = plan("--config", str(tmp_path / "x.yaml"), "--no-compile")
+    assert code == 0, said
+    (up,) = (a for a in found["advice"] if a["name"] == "expert_up")
+    assert up["seconds"] >= 2 * 8192 * 2 * 2 * 256 * 2 * 128 / 680e12
+    assert up["bytes"] < 2 * 2 * (8192 * 2 + 8 * 128) * 2 * 128 * 1.01
+
+
 def test_a_missing_compiler_is_named(tmp_path):
     (tmp_path / "x.yaml").write_text("{}")
     code, _, said = plan("--config", str(tmp_path / "x.yaml"), "--devices", "2")
@@ -265,6 +285,8 @@ def test_a_missing_compiler_is_named(tmp_path):
     ("options", "expected"),
     [
         (["--plan", "--devices", "2"], "belong to --target"),
+        (["--plan", "--devices", "0"], "belong to --target"),
+        (["--plan", "--target", "h200", "--devices", "0"], "--devices 0: it takes at least one"),
         (["--target", "h200"], "--target belongs to --plan"),
     ],
 )

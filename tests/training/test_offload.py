@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from mxjax.config import ConfigError, load_config
@@ -59,6 +60,7 @@ def test_on_a_gpu_transfers_are_in_no_graph(config_file, overrides, graphs, monk
     config = load_config(config_file, ["training.deterministic=true", *overrides], lambda _: 1)
     programs = Programs(config, build_mesh(config.parallel, jax.devices()[:1]))
     programs.close()
+    programs.mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     programs._compile(lowered)
     expected = DETERMINISTIC_GPU_OPTIONS | ({} if graphs else OFFLOADING_GPU_OPTIONS)
     assert given == [expected]
