@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mxjax.config.schema import KernelOverrides, KernelsConfig
-from mxjax.kernels import attention, attention_block
+from mxjax.kernels import attention, attention_block, implementation
 from mxjax.kernels.implementation import interpreted, selected
 from mxjax.pipeline.graph import trace
 from mxjax.pipeline.split import split_layer
@@ -218,17 +218,21 @@ def test_what_a_llama_layer_keeps(make_case):
     assert len(rest) + 1 == len(split.residuals)
 
 
-def test_kernels_of_cheap_operations_leave_as_much(make_case):
-    """Norms, activation and rotary embedding by kernels are made again like those by XLA."""
+@pytest.mark.parametrize("planned", ["no", "shapes"])
+def test_kernels_of_cheap_operations_leave_as_much(make_case, planned):
+    """Norms, activation and rotary embedding by kernels are made again like those by XLA, also in
+    plans from shapes, which have the kernels' names and nothing in them."""
     case = make_case(
         "llama", "dense_layers", training=BF16, model={"hidden_size": 128, "head_dim": 16}
     )
     ops = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rope"), "mosaic")
+    token = implementation.plans.set(planned)
     with interpreted(), selected(KernelsConfig(overrides=KernelOverrides(**ops))):
         split, plain = case.inspect()
+    by_xla, _ = case.inspect()
+    implementation.plans.reset(token)
     names = [op.eqn.params["name"] for op in plain.operations if op.name == "mpmd_map"]
     assert set(names) == {"tiles_kernel", "rows_kernel", "rotation_kernel"}
-    by_xla, _ = case.inspect()
     assert bytes_of(split.residuals) == bytes_of(by_xla.residuals)
     assert bytes_of(split.cut) <= bytes_of(by_xla.cut)
 
