@@ -72,13 +72,13 @@ def route(
         def choose(k, compared):
             _, expert, hit = _best(compared)
             chosen_smem[k] = _pick(hit, _load(logits_smem))
-            experts_gmem[rows, k] = jnp.where(valid, expert, jnp.full_like(expert, -1))
+            _store(experts_gmem.at[rows, k], jnp.where(valid, expert, jnp.full_like(expert, -1)))
             return jnp.where(hit, jnp.full_like(compared, TAKEN), compared)
 
         compared = lax.fori_loop(0, K, choose, compared)
         chosen = [plgpu.load(chosen_smem.at[k], layout=ROW) for k in range(K)]
         for k, weight in enumerate(_weights(chosen, largest, total, rule)):
-            weights_gmem[rows, k] = jnp.where(valid, weight, jnp.zeros_like(weight))
+            _store(weights_gmem.at[rows, k], jnp.where(valid, weight, jnp.zeros_like(weight)))
 
         member = (compared == TAKEN) & _wide(valid, E)
         member_smem[...] = member.astype(jnp.float32).astype(jnp.bfloat16)
@@ -112,6 +112,14 @@ def route(
         grid_names=("block",),
     )
     return kernel(logits_TE, bias_E, valid_T, triangle)
+
+
+def _store(gmem, value: jax.Array) -> None:
+    """With gaps between the elements, which JAX 0.12 wants to be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(gmem, value, optimized=False)
+    else:
+        gmem[...] = value
 
 
 def _load(smem) -> jax.Array:
