@@ -7,9 +7,7 @@ and key heads, E width of value heads (D except in multi-head latent attention).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +29,7 @@ from mxjax.kernels.attention_block import (
 )
 from mxjax.kernels.dropout import dropout
 from mxjax.kernels.implementation import mosaic_kernel, plans
+from mxjax.scoped import scoped
 
 LONG_SEQUENCE = 4096
 """Above it the XLA form computes scores again in the backward pass instead of keeping them."""
@@ -39,22 +38,13 @@ LONG_SEQUENCE = 4096
 def always_tiled() -> AbstractContextManager[None]:
     """What is traced inside keeps no scores where cuDNN's attention would run, whatever the length:
     for plans of a GPU from shapes."""
-    return _planned_from("shapes")
+    return scoped(plans, "shapes")
 
 
 def stand_in() -> AbstractContextManager[None]:
     """What is traced inside has, where cuDNN's attention would run, a kernel of its sizes that does
     nothing: for plans from programs that are compiled where cuDNN is not, and never run."""
-    return _planned_from("program")
-
-
-@contextmanager
-def _planned_from(source: Literal["shapes", "program"]) -> Iterator[None]:
-    token = plans.set(source)
-    try:
-        yield
-    finally:
-        plans.reset(token)
+    return scoped(plans, "program")
 
 
 def causal_attention(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.triton_launch import launch
-from mxjax.kernels.triton_tiles import place
+from mxjax.kernels.triton_tiles import grid, place
 
 BLOCK = 1024
 """Columns of a program."""
@@ -97,7 +97,7 @@ def forward(
     T, F = x_TF.shape
     return launch(
         _forward_kernel,
-        (T * triton.cdiv(F, BLOCK),),
+        grid(T, F, BLOCK),
         jax.ShapeDtypeStruct((T, F), residual_TF.dtype),
         x_TF,
         x_TF if bias_F is None else bias_F,
@@ -119,7 +119,7 @@ def backward(
     groups = triton.cdiv(T, rows)
     d_x, sums = launch(
         _backward_kernel,
-        (groups * triton.cdiv(F, BLOCK),),
+        grid(groups, F, BLOCK),
         (
             jax.ShapeDtypeStruct((T, F), d_out_TF.dtype),
             jax.ShapeDtypeStruct((groups, F) if has_bias else (1,), jnp.float32),

@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import get_abstract_mesh
 
 from mxjax.config.schema import KernelsConfig
+from mxjax.scoped import scoped
 
 Implementation = Literal["xla", "mosaic", "triton"]
 
@@ -74,17 +75,12 @@ _selection: ContextVar[KernelsConfig] = ContextVar("selection", default=_AUTO)
 _interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 
-@contextmanager
-def selected(kernels: KernelsConfig) -> Iterator[None]:
+def selected(kernels: KernelsConfig) -> AbstractContextManager[None]:
     """What is traced inside chooses its implementations as `kernels` says.
 
     To be entered inside of the traced function, so that whoever traces it gets the same program.
     """
-    token = _selection.set(kernels)
-    try:
-        yield
-    finally:
-        _selection.reset(token)
+    return scoped(_selection, kernels)
 
 
 def with_kernels(method: Callable) -> Callable:
@@ -220,12 +216,9 @@ def interpreted(detect_races: bool = True) -> Iterator[None]:
     With `detect_races` it prints RACE DETECTED where a kernel reads and writes memory in no fixed
     order (JAX raises nothing then; the tests' `no_races` does).
     """
-    token = _interpreted.set(True)
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
-            yield
-    finally:
-        _interpreted.reset(token)
+    mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races))
+    with scoped(_interpreted, True), mode:
+        yield
 
 
 # Types inside `shard_map` with `check_vma`

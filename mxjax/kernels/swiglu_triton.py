@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.triton_launch import launch
-from mxjax.kernels.triton_tiles import place
+from mxjax.kernels.triton_tiles import grid, place
 
 BLOCK, NUM_WARPS = 512, 2
 """Columns and warps of a program."""
@@ -84,7 +84,7 @@ def forward(up_T2F: jax.Array, bias_2F: jax.Array | None) -> jax.Array:
     T, _, F = up_T2F.shape
     return launch(
         _forward_kernel,
-        (T * triton.cdiv(F, BLOCK),),
+        grid(T, F, BLOCK),
         jax.ShapeDtypeStruct((T, F), up_T2F.dtype),
         up_T2F,
         up_T2F if bias_2F is None else bias_2F,
@@ -105,7 +105,7 @@ def backward(
     groups = triton.cdiv(T, rows)
     d_up, sums = launch(
         _backward_kernel,
-        (groups * triton.cdiv(F, BLOCK),),
+        grid(groups, F, BLOCK),
         (
             jax.ShapeDtypeStruct(up_T2F.shape, up_T2F.dtype),
             jax.ShapeDtypeStruct((groups, 2, F) if has_bias else (1,), jnp.float32),

@@ -6,6 +6,11 @@ import triton
 import triton.language as tl
 
 
+def grid(rows: int, F: int, block: int) -> tuple[int]:
+    """Programs for so many rows, or groups of rows, of F columns, a block of columns each."""
+    return (rows * triton.cdiv(F, block),)
+
+
 @triton.jit
 def place(F: tl.constexpr, BLOCK: tl.constexpr):
     """(row, or group of rows, as int64; columns) of this program, of rows of F columns.

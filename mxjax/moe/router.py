@@ -80,7 +80,7 @@ class Router(nnx.Module):
         moe, (B, s, H) = self.moe, x_BsH.shape
         E = moe.num_experts
         x_TH = x_BsH.reshape(-1, H)
-        if type(self)._logits is not Router._logits:  # whose product takes both dtypes
+        if self._overrides("_logits"):  # the router's own product takes both dtypes
             x_TH = x_TH.astype(jnp.float32)
         logits_TE = self._logits(x_TH)
         logits_TE = named(logits_TE, "router_logits")
@@ -105,9 +105,11 @@ class Router(nnx.Module):
 
     def _is_as_configured(self) -> bool:
         """No subclass chooses in a way of its own, and the choice is the router's."""
-        methods = ("_scores", "_choose", "_weights")
-        own = any(getattr(type(self), name) is not getattr(Router, name) for name in methods)
+        own = self._overrides("_scores", "_choose", "_weights")
         return not own and not self.moe.force_balanced
+
+    def _overrides(self, *methods: str) -> bool:
+        return any(getattr(type(self), name) is not getattr(Router, name) for name in methods)
 
     def _logits(self, x_TH: jax.Array) -> jax.Array:
         """Affinity of each token to each expert, in fp32. One's own gets the tokens in fp32."""

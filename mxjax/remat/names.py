@@ -7,11 +7,13 @@ gathers of tensor parallelism, which Megatron repeats too. No JAX before a layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from mxjax.scoped import scoped
 
 if TYPE_CHECKING:  # the configuration's rules import this module
     from mxjax.config.schema import Config
@@ -166,14 +168,9 @@ def named(tree: Any, name: str) -> Any:
 _kept: ContextVar[Set[str] | None] = ContextVar("kept", default=None)
 
 
-@contextmanager
-def keeping(names: Set[str]) -> Iterator[None]:
+def keeping(names: Set[str]) -> AbstractContextManager[None]:
     """What is traced inside has these names in its backward pass, and makes others again."""
-    token = _kept.set(names)
-    try:
-        yield
-    finally:
-        _kept.reset(token)
+    return scoped(_kept, names)
 
 
 def is_kept(name: str) -> bool:

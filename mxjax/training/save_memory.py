@@ -90,12 +90,12 @@ def _candidates(model: MemoryModel, ceilings: Ceilings) -> list[Candidate]:
     settled = {*expanded(remat.save), *expanded(remat.recompute), *expanded(remat.offload)}
     found = []
     for group in groups_of(config):
+        layers = sum(place.group == group for place in places_of(config))
         for name, size in model.bytes_by_name(group).items():
             # The choice of experts must not be made anew, see `names.TIERS`.
             if name in settled or name == "router_experts" or not size:
                 continue
             seconds = model.seconds_of(group, keep_names(config, group), name, ceilings)
-            layers = sum(place.group == group for place in places_of(config))
             found.append(Candidate(group, name, size, seconds, layers))
     return sorted(found, key=lambda c: c.seconds / c.bytes)
 

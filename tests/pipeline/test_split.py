@@ -18,6 +18,7 @@ from mxjax.pipeline.graph import trace
 from mxjax.pipeline.split import split_layer
 from mxjax.remat.layers import policy_of
 from mxjax.remat.policy import rematerialise
+from mxjax.scoped import scoped
 from mxjax.training.gradients import Objective
 
 BF16 = {"compute_dtype": "bfloat16"}
@@ -226,11 +227,10 @@ def test_kernels_of_cheap_operations_leave_as_much(make_case, planned):
         "llama", "dense_layers", training=BF16, model={"hidden_size": 128, "head_dim": 16}
     )
     ops = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rope"), "mosaic")
-    token = implementation.plans.set(planned)
-    with interpreted(), selected(KernelsConfig(overrides=KernelOverrides(**ops))):
-        split, plain = case.inspect()
-    by_xla, _ = case.inspect()
-    implementation.plans.reset(token)
+    with scoped(implementation.plans, planned):
+        with interpreted(), selected(KernelsConfig(overrides=KernelOverrides(**ops))):
+            split, plain = case.inspect()
+        by_xla, _ = case.inspect()
     names = [op.eqn.params["name"] for op in plain.operations if op.name == "mpmd_map"]
     assert set(names) == {"tiles_kernel", "rows_kernel", "rotation_kernel"}
     assert bytes_of(split.residuals) == bytes_of(by_xla.residuals)
