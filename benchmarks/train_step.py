@@ -67,23 +67,33 @@ class Stepper:
         self.compile_seconds = time.perf_counter() - started
 
     def batch(self) -> dict:
-        """A global batch of random tokens, each sequence one document."""
+        """A global batch of random tokens: with a document mask documents of 1000 tokens on
+        average, without one each sequence is one document."""
         import jax
         import numpy as np
+
+        from mxjax.kernels.bench.attention import document_lengths, segment_ids
 
         self.seed += 1
         generator = np.random.default_rng(self.seed)
 
+        batch = self.programs.abstract_batch()
+        *leading, length = batch["segment_ids"].shape
+        rows = math.prod(leading)
+        lengths = [length] * rows
+        if self.config.data.document_mask:
+            lengths = document_lengths(rows, length, mean=1000)
+
         def array(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             if name == "positions":
-                values = np.broadcast_to(np.arange(leaf.shape[2]), leaf.shape)
+                values = np.concatenate([np.arange(n) for n in lengths]).reshape(leaf.shape)
             elif name == "segment_ids":
-                values = np.ones(leaf.shape)
+                values = segment_ids(rows, length, lengths).reshape(leaf.shape)
             else:
                 values = generator.integers(0, self.config.model.vocab_size, leaf.shape)
             return jax.device_put(values.astype(np.int32), leaf.sharding)
 
-        return {name: array(name, leaf) for name, leaf in self.programs.abstract_batch().items()}
+        return {name: array(name, leaf) for name, leaf in batch.items()}
 
     def step(self):
         """(seconds, result) of a step that was applied.

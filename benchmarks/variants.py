@@ -126,6 +126,9 @@ WORDS = {
     "balanced": ["moe.force_balanced=true", "moe.capacity_buckets=[1.0]"],
     "offload_up": ["remat.policy=full", "remat.offload=[mlp_up]"],
     "offload_most": ["remat.policy=full", "remat.offload=[mlp_up,query,key,value]"],
+    "documents": ["data.document_mask=true"],
+    "cudnn": ["model.attention_implementation=cudnn"],
+    "mosaic": ["model.attention_implementation=mosaic"],
     "bf16moments": ["optimizer.moments_dtype=bfloat16"],
 }
 """What a word in a variant's name changes. Without `balanced` the router chooses, see BUCKETS."""

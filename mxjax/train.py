@@ -119,9 +119,17 @@ def check_backend(config: Config) -> None:
     """Raises ConfigError if a setting needs another kind of device than JAX sees."""
     import jax
 
-    if config.model.attention_implementation == "cudnn" and jax.default_backend() != "gpu":
-        message = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}; use auto"
-        raise ConfigError([Problem("model.attention_implementation", "cudnn", message)])
+    from mxjax.kernels.implementation import mosaic_obstacle
+
+    named, obstacle = config.model.attention_implementation, None
+    if named == "cudnn" and jax.default_backend() != "gpu":
+        obstacle = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}"
+    elif named == "mosaic" and mosaic_obstacle():
+        obstacle = f"cannot run: {mosaic_obstacle()}"
+    if obstacle:
+        raise ConfigError(
+            [Problem("model.attention_implementation", named, f"{obstacle}; use auto")]
+        )
 
 
 def print_plan(config: Config, arguments: argparse.Namespace) -> None:

@@ -119,8 +119,9 @@ class ModelConfig:
     token k + 1 places ahead, for a further loss in training."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
     """Weight of the mean of the losses of all multi-token prediction modules."""
-    attention_implementation: Literal["auto", "cudnn", "xla"] = "auto"
-    """`cudnn` needs an NVIDIA GPU and 16-bit compute; `xla` runs everywhere; `auto` chooses."""
+    attention_implementation: Literal["auto", "cudnn", "mosaic", "xla"] = "auto"
+    """`cudnn` needs an NVIDIA GPU and 16-bit compute; `mosaic`, which passes over what documents
+    exclude, a Hopper GPU and bfloat16; `xla` runs everywhere; `auto` chooses."""
 
     @property
     def attention_head_dim(self) -> int:

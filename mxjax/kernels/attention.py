@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.kernels.attention_block import (
-    MASKED,
     RESULTS,
-    STAND_IN,
     BlockOptions,
-    Implementation,
-    cudnn_obstacle,
     grouped,
+    named_results,
     same_segment,
-    takes_cudnn,
     tiled_causal_attention,
     ungrouped,
-    widened,
 )
+from mxjax.kernels.attention_choice import Implementation, choose_attention
+from mxjax.kernels.attention_cudnn import (
+    CudnnCall,
+    cudnn_forward,
+    cudnn_gradient,
+)
+from mxjax.kernels.attention_mosaic import AttentionBlocks, DocumentCall
+from mxjax.kernels.attention_mosaic_forward import document_attention
+from mxjax.kernels.attention_mosaic_gradient import document_attention_gradient
 from mxjax.kernels.dropout import dropout
-from mxjax.kernels.implementation import mosaic_kernel, plans
+from mxjax.kernels.implementation import plans, varying_alike
 from mxjax.scoped import scoped
 
 LONG_SEQUENCE = 4096
@@ -57,6 +62,8 @@ def causal_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: Implementation = "auto",
+    deterministic: bool = False,
+    blocks: AttentionBlocks | None = None,
 ) -> jax.Array:
     """softmax(scale * q k^T) v over earlier tokens of the same segment, [B, S, N, E].
 
@@ -64,37 +71,104 @@ def causal_attention(
       scale: None: 1 / sqrt(D).
       segment_ids_BS: a token sees only tokens with its own id; None: one segment.
       dropout_rate, dropout_key: dropout of the probabilities; off without a key.
-      implementation: `cudnn` needs an NVIDIA GPU, 16-bit inputs and no dropout; `auto` takes it
-        where it can run, else `xla`.
+      implementation: `cudnn` needs an NVIDIA GPU, 16-bit inputs and no dropout; `mosaic`, which
+        passes over what segments exclude, a Hopper GPU, bfloat16 and no dropout; `auto` takes
+        `mosaic` for segments and `cudnn` without them, each where it can run, else `xla`.
+      deterministic: `auto` takes `mosaic` in the place of cuDNN, whose gradients vary a little from
+        run to run.
+      blocks: sizes of `mosaic`; None: the fastest of those that were measured.
 
     Raises:
-      ValueError: `cudnn` was named and cannot run this call.
+      ImplementationError: an implementation was named that cannot run this call.
     """
     has_dropout = dropout_rate > 0 and dropout_key is not None
-    cudnn = takes_cudnn(implementation, cudnn_obstacle(q_BSND, has_dropout))
-    if cudnn and plans.get() == "program":
-        return _stand_in_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS)
-    scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
-    if not cudnn or plans.get() == "shapes":
-        rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
-        options = BlockOptions(scale, rate, "xla")
-        if cudnn:
-            wide = widened(v_BSGE, q_BSND.shape[-1])
-            out = tiled_causal_attention(q_BSND, k_BSGD, wide, segment_ids_BS, key, options)
-            return out[..., : v_BSGE.shape[-1]]
-        if q_BSND.shape[1] > LONG_SEQUENCE:
-            return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
-        out = _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
-        return checkpoint_name(out, RESULTS[0])
-    mask = None
-    if segment_ids_BS is not None:
-        mask = same_segment(segment_ids_BS, segment_ids_BS)[:, None]
-    # cuDNN through JAX wants values as wide as keys: zeros in, zeros out.
-    wide = widened(v_BSGE, q_BSND.shape[-1])
-    out = jax.nn.dot_product_attention(
-        q_BSND, k_BSGD, wide, mask=mask, scale=scale, is_causal=True, implementation="cudnn"
+    chosen = choose_attention(
+        implementation,
+        q_BSND,
+        k_BSGD,
+        v_BSGE,
+        documents=segment_ids_BS is not None,
+        dropout=has_dropout,
+        deterministic=deterministic,
     )
-    return out[..., : v_BSGE.shape[-1]]
+    scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
+    rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
+    if chosen != "xla" and plans.get() != "shapes":
+        operands = varying_alike(q_BSND, k_BSGD, v_BSGE, segment_ids_BS)
+        if chosen == "mosaic":
+            blocks = blocks or AttentionBlocks.of(q_BSND.shape[-1])
+            return _mosaic_attention(*operands, DocumentCall(scale, causal=True, blocks=blocks))
+        call = CudnnCall(scale, causal=True, stand_in=plans.get() == "program")
+        return _cudnn_attention(*operands, call)
+    if chosen != "xla" or q_BSND.shape[1] > LONG_SEQUENCE:
+        options = BlockOptions(scale, rate, "xla")
+        return tiled_causal_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, key, options)
+    out = _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, rate, key)
+    return checkpoint_name(out, RESULTS[0])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mosaic_attention(
+    q_BSND: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGE: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    call: DocumentCall,
+) -> jax.Array:
+    """As `causal_attention`. What is kept for the backward pass is what it returns."""
+    return _mosaic_forward(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, call)[0]
+
+
+def _mosaic_forward(q, k, v, segment_ids, call):
+    ids = _ids(segment_ids, q)
+    out, lse = named_results(*document_attention(q, k, v, ids, ids, call))
+    return out, (q, k, v, segment_ids, out, lse)
+
+
+def _mosaic_backward(call, residuals, d_out):
+    q, k, v, segment_ids, *results = residuals
+    ids = _ids(segment_ids, q)
+    grads = document_attention_gradient(q, k, v, ids, ids, (*results, d_out), call)
+    return *grads, None
+
+
+_mosaic_attention.defvjp(_mosaic_forward, _mosaic_backward)
+
+
+def _ids(segment_ids_BS: jax.Array | None, q_BSND: jax.Array) -> jax.Array:
+    """Without segments all is one."""
+    return jnp.zeros(q_BSND.shape[:2], jnp.int32) if segment_ids_BS is None else segment_ids_BS
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cudnn_attention(
+    q_BSND: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGE: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    call: CudnnCall,
+) -> jax.Array:
+    """As `causal_attention`. What is kept for the backward pass is what it returns."""
+    mask = _document_mask(segment_ids_BS)
+    return cudnn_forward(q_BSND, k_BSGD, v_BSGE, mask, call, with_lse=False)[0]
+
+
+def _cudnn_attention_forward(q, k, v, ids, call):
+    out, lse = named_results(*cudnn_forward(q, k, v, _document_mask(ids), call))
+    return out, (q, k, v, ids, out, lse)
+
+
+def _cudnn_attention_backward(call, residuals, d_out):
+    q, k, v, ids, *results = residuals
+    grads = cudnn_gradient(q, k, v, _document_mask(ids), (*results, d_out), call)
+    return *grads, None
+
+
+_cudnn_attention.defvjp(_cudnn_attention_forward, _cudnn_attention_backward)
+
+
+def _document_mask(segment_ids_BS: jax.Array | None) -> jax.Array | None:
+    return None if segment_ids_BS is None else same_segment(segment_ids_BS, segment_ids_BS)
 
 
 def _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, dropout_rate, dropout_key):
@@ -112,45 +186,3 @@ def _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, dropout_rate, 
     probs = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     probs_BGXT = probs.reshape(*q_BGXD.shape[:3], S).astype(v_BSGE.dtype)
     return ungrouped(jnp.einsum("bgxt,bgte->bgxe", probs_BGXT, v_BGSE), S)
-
-
-def _stand_in_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS):
-    """Arrays as the call of cuDNN has them, forward and backward, of any content."""
-    bias_BST = None
-    if segment_ids_BS is not None:
-        mask_BST = same_segment(segment_ids_BS, segment_ids_BS)
-        bias_BST = jnp.where(mask_BST, 0, MASKED).astype(q_BSND.dtype)
-    wide = widened(v_BSGE, q_BSND.shape[-1])
-    return _sizes_of_cudnn(q_BSND, k_BSGD, wide, bias_BST)[..., : v_BSGE.shape[-1]]
-
-
-@jax.custom_vjp
-def _sizes_of_cudnn(q_BSND, k_BSGD, v_BSGD, bias_BST):
-    return _sizes_forward(q_BSND, k_BSGD, v_BSGD, bias_BST)[0]
-
-
-def _sizes_forward(q_BSND, k_BSGD, v_BSGD, bias_BST):
-    B, S, N, _ = q_BSND.shape
-    statistics = jax.ShapeDtypeStruct((B, N, S), jnp.float32)
-    operands = [x for x in (q_BSND, k_BSGD, v_BSGD, bias_BST) if x is not None]
-    results = _nothing((q_BSND, statistics), *operands)
-    out, statistics = (checkpoint_name(x, STAND_IN) for x in results)
-    return out, (q_BSND, k_BSGD, v_BSGD, bias_BST, out, statistics)
-
-
-def _sizes_backward(residuals, d_out):
-    q, k, v, *_ = residuals
-    # It adds the gradient of the queries up in fp32.
-    scratch = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    operands = [x for x in (*residuals, d_out) if x is not None]
-    *grads, _ = _nothing((q, k, v, scratch), *operands)
-    return *grads, None
-
-
-_sizes_of_cudnn.defvjp(_sizes_forward, _sizes_backward)
-
-
-def _nothing(outs, *operands):
-    types = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs]
-    kernel = mosaic_kernel(lambda *_: None, out_type=types, grid=(1,), grid_names=("block",))
-    return kernel(*operands)

@@ -21,31 +21,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mxjax.kernels.attention_choice import Implementation, choose_attention
+from mxjax.kernels.attention_cudnn import CudnnCall, cudnn_forward, cudnn_gradient, sees_nothing
+from mxjax.kernels.attention_mosaic import MASKED, AttentionBlocks, DocumentCall
+from mxjax.kernels.attention_mosaic_forward import document_attention
+from mxjax.kernels.attention_mosaic_gradient import document_attention_gradient
 from mxjax.kernels.dropout import dropout
 from mxjax.kernels.implementation import plans
-
-Implementation = Literal["auto", "cudnn", "xla"]
-
-MASKED = -1e30
-"""Score of what a query may not see, and log-sum-exp of a query that sees nothing. Not -inf: the
-difference of two of these is a number."""
 
 TILE_ROWS = 512
 """The XLA form holds the scores of so many queries at a time, if that divides their number."""
 
 RESULTS = ("attention_out", "attention_log_sum_exp")
 """Names, for recompute policies, of what the backward pass needs and is dear to compute again."""
-CUDNN_ATTENTION = "dot_product_attention_fwd"
-"""How the name of JAX's primitive begins."""
-STAND_IN = "cudnn_results"
-"""Name of what a plan has in the place of the results of cuDNN's attention, which have none."""
 
 type SegmentIds = tuple[jax.Array, jax.Array]
 """int32 of the queries [B, Q] and of the keys [B, K]."""
@@ -60,7 +54,8 @@ class BlockOptions:
     dropout_rate: float = 0.0
     """Of the probabilities; needs a key."""
     implementation: Implementation = "auto"
-    """As for `causal_attention`."""
+    deterministic: bool = False
+    """Both as for `causal_attention`."""
 
 
 def attention_block(
@@ -79,12 +74,17 @@ def attention_block(
     its own. If it sees nothing, its output is 0 and its log-sum-exp `MASKED`.
 
     Raises:
-      ValueError: `implementation` is `cudnn`, which cannot run this.
+      ImplementationError: the implementation was named and cannot run this.
     """
     tile = _tile_rows(q_BQND.shape[1])
     q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
-    if _takes_cudnn(q_BQND, k_BKGD, segment_ids, options):
-        return _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, options.scale)
+    chosen = _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options)
+    if chosen == "mosaic":
+        ids, call = _ids(segment_ids, q_BQND, k_BKGD), _document_call(q_BQND, causal, options)
+        out, lse = document_attention(q_BQND, k_BKGD, v_BKGE, *ids, call)
+        return out.astype(jnp.float32), lse
+    if chosen == "cudnn":
+        return _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, options)
 
     def rows(index):
         q, mask, tile_key = _tile(index, tile, q_BQND, k_BKGD, segment_ids, key, causal)
@@ -118,9 +118,18 @@ def attention_block_gradient(
     """
     tile = _tile_rows(q_BQND.shape[1])
     q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
-    if _takes_cudnn(q_BQND, k_BKGD, segment_ids, options):
-        results = (out_BQNE, lse_BNQ, d_out_BQNE)
-        return _cudnn_gradient(q_BQND, k_BKGD, v_BKGE, segment_ids, results, causal, options.scale)
+    chosen, results = (
+        _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options),
+        (out_BQNE, lse_BNQ, d_out_BQNE),
+    )
+    if chosen == "mosaic":
+        ids, call = _ids(segment_ids, q_BQND, k_BKGD), _document_call(q_BQND, causal, options)
+        grads = document_attention_gradient(q_BQND, k_BKGD, v_BKGE, *ids, results, call)
+        return tuple(x.astype(jnp.float32) for x in grads)
+    if chosen == "cudnn":
+        call = CudnnCall(options.scale, causal)
+        grads = cudnn_gradient(q_BQND, k_BKGD, v_BKGE, _mask(segment_ids), results, call)
+        return tuple(x.astype(jnp.float32) for x in grads)
 
     def rows(index):
         q, mask, tile_key = _tile(index, tile, q_BQND, k_BKGD, segment_ids, key, causal)
@@ -288,85 +297,41 @@ def _xla_gradient(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, results, options: Block
     return ungrouped(d_q, Q), d_k, d_v
 
 
-# cuDNN
-
-CUDNN_MASKED = -(2.0**41)
-"""What JAX adds to a score that a mask excludes, in bf16."""
+# Kernels
 
 
-def cudnn_obstacle(q_BQND: jax.Array, dropout: bool) -> str | None:
-    """Why cuDNN's attention cannot run with these queries, here or where it is planned for; None:
-    it can."""
-    if plans.get() == "no" and jax.default_backend() != "gpu":
-        return "no NVIDIA GPU"
-    if q_BQND.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it computes in 16 bits, not {q_BQND.dtype}"
-    head_dim = q_BQND.shape[-1]
-    if head_dim % 8 or head_dim > 256:
-        return f"head_dim {head_dim} is not a multiple of 8 up to 256"
-    return "attention dropout" if dropout else None
-
-
-def _takes_cudnn(q_BQND, k_BKGD, segment_ids, options: BlockOptions) -> bool:
-    obstacle = cudnn_obstacle(q_BQND, options.dropout_rate > 0)
-    odd = q_BQND.shape[1] % 2 or k_BKGD.shape[1] % 2
-    if obstacle is None and segment_ids is not None and odd:
-        obstacle = "with document masks it needs an even number of queries and keys in a block"
-    # In plans the other form takes its place, whatever of cuDNN would run.
-    return takes_cudnn(options.implementation, obstacle) and plans.get() == "no"
-
-
-def takes_cudnn(implementation: Implementation, obstacle: str | None) -> bool:
-    """The choice, with what `cudnn_obstacle` found; ValueError: cuDNN was named and cannot run."""
-    if implementation == "cudnn" and obstacle:
-        raise ValueError(f"attention_implementation: cudnn cannot run here: {obstacle}; use auto")
-    return implementation != "xla" and obstacle is None
-
-
-def _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal):
-    """Values as wide as keys (zeros in, zeros out), bias of the document mask, kind of mask."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    v = widened(v_BKGE, q_BQND.shape[-1])
-    kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    if segment_ids is None:
-        return cudnn, v, None, kind
-    mask = same_segment(*segment_ids)[:, None]
-    return cudnn, v, cudnn.combine_bias_and_mask(None, mask, q_BQND.dtype), kind
-
-
-def widened(x: jax.Array, width: int) -> jax.Array:
-    """`x` with zeros behind its last dim up to `width`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
-
-
-def _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, scale):
-    cudnn, v, bias, kind = _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal)
-    out, lse_BNQ = cudnn.dot_product_attention(
-        q_BQND, k_BKGD, v, bias, scale=scale, mask_type=kind, return_residual=True
+def _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options: BlockOptions) -> str:
+    chosen = choose_attention(
+        options.implementation,
+        q_BQND,
+        k_BKGD,
+        v_BKGE,
+        documents=segment_ids is not None,
+        dropout=options.dropout_rate > 0,
+        deterministic=options.deterministic,
     )
-    out = out[..., : v_BKGE.shape[-1]].astype(jnp.float32)
-    # To cuDNN a row that sees nothing sees everything, each with the same very low score.
-    empty_BNQ = lse_BNQ < CUDNN_MASKED / 2
-    out = jnp.where(empty_BNQ.transpose(0, 2, 1)[..., None], 0, out)
+    # In plans that form takes the place of every kernel.
+    return chosen if plans.get() == "no" else "xla"
+
+
+def _document_call(q_BQND, causal: bool, options: BlockOptions) -> DocumentCall:
+    return DocumentCall(options.scale, causal, AttentionBlocks.of(q_BQND.shape[-1]))
+
+
+def _ids(segment_ids, q_BQND, k_BKGD) -> SegmentIds:
+    """Without segments all is one."""
+    if segment_ids is not None:
+        return segment_ids
+    return tuple(jnp.zeros(x.shape[:2], jnp.int32) for x in (q_BQND, k_BKGD))
+
+
+def _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, options: BlockOptions):
+    call = CudnnCall(options.scale, causal)
+    out, lse_BNQ = cudnn_forward(q_BQND, k_BKGD, v_BKGE, _mask(segment_ids), call)
+    empty_BNQ = sees_nothing(lse_BNQ, q_BQND.dtype)
+    out = jnp.where(empty_BNQ.transpose(0, 2, 1)[..., None], 0, out.astype(jnp.float32))
     return out, jnp.where(empty_BNQ, MASKED, lse_BNQ)
 
 
-def _cudnn_gradient(q_BQND, k_BKGD, v_BKGE, segment_ids, results, causal, scale):
-    """The entry behind JAX's own gradient, since only that takes the log-sum-exp of whole rows."""
-    cudnn, v, bias, kind = _cudnn_arguments(q_BQND, v_BKGE, segment_ids, causal)
-    out, lse_BNQ, d_out = results
-    out, d_out = (widened(x.astype(q_BQND.dtype), q_BQND.shape[-1]) for x in (out, d_out))
-    none = jnp.zeros(0, q_BQND.dtype)
-    d_q, d_k, d_v = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        *(q_BQND, k_BKGD, v, none if bias is None else bias, *[none] * 6, lse_BNQ, out, d_out),
-        scale=scale,
-        seed=0,
-        dropout_rate=0.0,
-        variadic_args=(bias is not None, False),
-        mask_type=kind,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
-    )
-    d_v = d_v[..., : v_BKGE.shape[-1]]
-    return tuple(x.astype(jnp.float32) for x in (d_q, d_k, d_v))
+def _mask(segment_ids):
+    return None if segment_ids is None else same_segment(*segment_ids)

@@ -209,6 +209,11 @@ def mosaic_obstacle() -> str | None:
     return f"its kernels are for NVIDIA Hopper GPUs and this is '{device_kind()}'"
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run on the CPU, for a test."""
+    return _interpreted.get()
+
+
 @contextmanager
 def interpreted(detect_races: bool = True) -> Iterator[None]:
     """Mosaic GPU kernels traced inside run on the CPU, by JAX's interpreter. For tests.

@@ -58,6 +58,7 @@ class SelfAttention(nnx.Module):
             dropout_rate=self.dropout,
             dropout_key=ctx.tensor_key(key),
             implementation=self.implementation,
+            deterministic=ctx.deterministic,
             context_parallel=ctx.context_parallel,
         )
         partial_BSH = jnp.einsum("bsne,neh->bsh", mixed_BSNE, self.out[...])

@@ -27,6 +27,8 @@ class LayerContext:
     sequence_parallel: bool = field(metadata={"static": True})
     """The residual stream is split over `tp` along the sequence."""
     context_parallel: ContextParallel = field(metadata={"static": True})
+    deterministic: bool = field(metadata={"static": True})
+    """Every run gives the same bits."""
 
     def residual_key(self, layer_key: jax.Array | None) -> jax.Array | None:
         """Key for values laid out as the residual stream: equal over `tp` where that is equal."""

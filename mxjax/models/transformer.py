@@ -127,6 +127,7 @@ class Transformer:
         sequence_parallel: bool = False,
         context_parallel: ContextParallel = RING,
         document_mask: bool = True,
+        deterministic: bool = False,
         capacity_factor: float = float("inf"),
         places: Mapping[str, np.ndarray] | None = None,
     ):
@@ -137,6 +138,7 @@ class Transformer:
         self.document_mask = document_mask
         self._sequence_parallel = sequence_parallel
         self._context_parallel = context_parallel
+        self._deterministic = deterministic
         num_dense = model.num_layers if moe.num_experts == 0 else moe.first_k_dense
         self.num_moe_layers = model.num_layers - num_dense
         self.parts: dict[str, Part] = {"embedding": Part(lambda rngs: Embedding(model, rngs))}
@@ -215,6 +217,7 @@ class Transformer:
             key=key if has_dropout else None,
             sequence_parallel=sequence_parallel,
             context_parallel=self._context_parallel,
+            deterministic=self._deterministic,
         )
 
     def hidden(

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from mxjax.kernels.attention_block import CUDNN_ATTENTION, STAND_IN
 from mxjax.kernels.implementation import varying_over
-from mxjax.remat.residuals import Source, sources_of
+from mxjax.remat.residuals import sources_of
 
 LayerFunction = Callable[..., tuple]
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -178,7 +177,7 @@ def _forward_program(run: Offloading, arguments: tuple) -> _Program:
     places, types, seen = [], {AWAY: [], SAME: [], KEPT: []}, {}
     variables = jaxpr.jaxpr.outvars[len(trees["is_float"]) :]
     for var, source in zip(variables, sources_of(jaxpr.jaxpr, variables), strict=True):
-        if source.name in run.offload or (_is_of_cudnn(source) and STAND_IN in run.offload):
+        if source.name in run.offload:
             where = AWAY
         elif source.argument not in (None, before_x):
             places.append(source.argument)
@@ -191,8 +190,3 @@ def _forward_program(run: Offloading, arguments: tuple) -> _Program:
             types[where].append(var.aval)
         places.append(seen[id(var)])
     return _Program(jaxpr, places=tuple(places), types=types, **trees)
-
-
-def _is_of_cudnn(source: Source) -> bool:
-    """A result of its attention, which has no name."""
-    return source.made_by is not None and source.made_by.startswith(CUDNN_ATTENTION)

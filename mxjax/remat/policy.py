@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_policies
 
-from mxjax.kernels.attention_block import CUDNN_ATTENTION, RESULTS, STAND_IN
+from mxjax.kernels.attention_block import RESULTS
 from mxjax.remat.layers import LayerPolicy
 from mxjax.remat.names import keeping
 from mxjax.sharding.mesh import DATA_AXES
@@ -62,31 +62,17 @@ def _what_to_keep(policy: LayerPolicy, gathers_weights: bool) -> Callable | None
 
 @cache  # JAX remembers what it traced under a policy by the function's identity
 def _keep_names(policy: LayerPolicy) -> Callable:
-    by_name = checkpoint_policies.save_and_offload_only_these_names(
+    return checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(with_softmax(policy.save)),
         names_which_can_be_offloaded=sorted(with_softmax(policy.offload)),
         offload_src="device",
         offload_dst="pinned_host",
     )
 
-    def keep(primitive, *avals, **params):
-        if _is_cudnn_attention(primitive, params):
-            # Its output has no name of its own: the backward pass wants the primitive's results.
-            return "attention_out" in policy.save | policy.offload
-        return by_name(primitive, *avals, **params)
-
-    return keep
-
 
 def with_softmax(names: Collection[str]) -> set[str]:
     """`attention_out` stands for all that attention leaves for its backward pass."""
-    return set(names) | ({*RESULTS, STAND_IN} if "attention_out" in names else set())
-
-
-def _is_cudnn_attention(primitive, params) -> bool:
-    if primitive.name == "name":
-        return params["name"] == STAND_IN
-    return primitive.name.startswith(CUDNN_ATTENTION)
+    return set(names) | (set(RESULTS) if "attention_out" in names else set())
 
 
 def _keep_products(primitive, *_, **params) -> bool:
@@ -94,9 +80,7 @@ def _keep_products(primitive, *_, **params) -> bool:
         # Two batch dims (batch and head) mean attention scores, quadratic in the sequence.
         _, (batch_dims, _) = params["dimension_numbers"]
         return len(batch_dims) < 2
-    if primitive.name == "name" and params["name"] in RESULTS:
-        return True
-    return _is_cudnn_attention(primitive, params)
+    return primitive.name == "name" and params["name"] in RESULTS
 
 
 _OTHER_FORMS = ("convert_element_type", "expand_dims", "reshape", "slice", "squeeze", "transpose")

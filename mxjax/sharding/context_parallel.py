@@ -72,6 +72,7 @@ def attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: Implementation = "auto",
+    deterministic: bool = False,
     context_parallel: ContextParallel = RING,
 ) -> jax.Array:
     """Causal attention of the whole sequence, [B, s, N, E]; arguments as `causal_attention`.
@@ -93,6 +94,7 @@ def attend(
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
             implementation=implementation,
+            deterministic=deterministic,
         )
     else:
         dropout = dropout_rate > 0 and dropout_key is not None
@@ -100,6 +102,7 @@ def attend(
             scale=1 / math.sqrt(q_BsND.shape[-1]) if scale is None else scale,
             dropout_rate=dropout_rate if dropout else 0.0,
             implementation=implementation,
+            deterministic=deterministic,
         )
         key = dropout_key if dropout else None
         transport = _transport(context_parallel, collectives.axis_size("cp"))

@@ -6,7 +6,6 @@ Shapes: M microbatches, B sequences of a microbatch, S sequence, L MoE layers, E
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -89,17 +88,14 @@ class Objective:
         self.mesh = mesh
         self.kernels = config.kernels
         self.layer_policies = layer_policies(config)
-        model = config.model
-        if training.deterministic and model.attention_implementation == "auto":
-            # cuDNN's backward pass adds in no fixed order.
-            model = dataclasses.replace(model, attention_implementation="xla")
         self.model = Transformer(
-            model,
+            config.model,
             config.moe,
             expert_tensor_parallel=parallel.expert_tensor_parallel,
             sequence_parallel=parallel.sequence_parallel,
             context_parallel=ContextParallel(parallel.cp_method, parallel.cp_rotation),
             document_mask=config.data.document_mask,
+            deterministic=training.deterministic,
             capacity_factor=capacity_factor,
             places=places,
         )

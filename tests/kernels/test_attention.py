@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from mxjax.kernels.attention import always_tiled, causal_attention, stand_in
+from mxjax.kernels.attention_cudnn import cudnn
+from mxjax.kernels.implementation import ImplementationError
 from mxjax.remat.layers import LayerPolicy
 from mxjax.remat.policy import rematerialise
 from mxjax.remat.residuals import residuals_of
@@ -92,18 +94,20 @@ def gpu(monkeypatch):
     """As on a machine with an NVIDIA GPU; returns the calls that reach cuDNN."""
     calls = []
 
-    def cudnn(q, k, v, **options):
-        calls.append(options)
+    def forward(q, k, v, bias, **options):
+        calls.append((bias, options))
         return q
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(cudnn, "dot_product_attention", forward)
     return calls
 
 
 def test_cudnn_on_cpu_is_an_error():
     q, k, v, _ = sample(groups=2)
-    with pytest.raises(ValueError, match=r"attention_implementation: cudnn .* no NVIDIA GPU"):
+    message = r"attention_implementation: cudnn .* no NVIDIA GPU"
+    with pytest.raises(ImplementationError, match=message):
         causal_attention(q, k, v, implementation="cudnn")
 
 
@@ -119,7 +123,7 @@ def test_cudnn_on_cpu_is_an_error():
 def test_cudnn_that_cannot_run_is_an_error(gpu, dtype, head_dim, dropout, message):
     x = jnp.zeros((1, 4, 2, head_dim), dtype)
     options = {"dropout_rate": dropout, "dropout_key": jax.random.key(0)}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ImplementationError, match=message):
         causal_attention(x, x, x, implementation="cudnn", **options)
     causal_attention(x, x, x, **options)
     assert not gpu, "`auto` took cuDNN"
@@ -130,12 +134,12 @@ def test_auto_takes_cudnn_where_it_can_run(gpu):
     segments = jnp.asarray([[1, 1, 2, 2]])
     causal_attention(x, x, x, segment_ids_BS=segments)
     causal_attention(x, x, x)
-    packed, plain = gpu
-    assert packed["is_causal"]
-    assert plain["is_causal"]
-    assert plain["mask"] is None
+    (bias, _), (none, _) = gpu
+    assert all(options["mask_type"] == cudnn.MaskType.CAUSAL for _, options in gpu)
+    assert none is None
     same = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
-    np.testing.assert_array_equal(packed["mask"], same[None, None])
+    np.testing.assert_array_equal(bias == 0, same[None, None])
+    assert np.max(bias[~same[None, None]]) < -1e9
 
 
 def test_the_stand_in_for_plans_has_the_sizes_of_cudnns_call():
@@ -171,7 +175,7 @@ def test_the_stand_in_for_plans_has_the_sizes_of_cudnns_call():
 @pytest.mark.parametrize("planned", [stand_in, always_tiled])
 @pytest.mark.parametrize("kept", [True, False])
 def test_plans_keep_of_attention_what_the_policy_keeps_of_cudnns_results(planned, kept):
-    """As wide as keys, since cuDNN takes values only so, and one figure for each row."""
+    """As wide as values, and one figure for each row."""
     q, k = (jax.ShapeDtypeStruct((B, 64, heads, 24), jnp.bfloat16) for heads in (N, 2))
     v = jax.ShapeDtypeStruct((B, 64, 2, 16), jnp.bfloat16)
     names = frozenset(["attention_out"] if kept else [])
@@ -184,4 +188,4 @@ def test_plans_keep_of_attention_what_the_policy_keeps_of_cudnns_results(planned
     with planned():
         residuals = residuals_of(attention, q, k, v)
     made = sorted((math.prod(r.shape), r.dtype.name) for r in residuals if r.argument is None)
-    assert made == ([(B * 64 * N, "float32"), (B * 64 * N * 24, "bfloat16")] if kept else [])
+    assert made == ([(B * 64 * N, "float32"), (B * 64 * N * 16, "bfloat16")] if kept else [])

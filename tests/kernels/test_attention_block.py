@@ -14,6 +14,7 @@ from mxjax.kernels.attention_block import (
     attention_block_gradient,
     tiled_causal_attention,
 )
+from mxjax.kernels.implementation import ImplementationError
 
 B, Q, K, N, G, D, E = 2, 8, 12, 4, 2, 8, 6
 OPTIONS = BlockOptions(scale=0.3)
@@ -138,5 +139,6 @@ def test_long_sequences_hold_no_square_of_scores(monkeypatch, rate):
 def test_cudnn_on_cpu_is_an_error():
     q, k, v, _ = sample(causal=False, packed=False)
     options = BlockOptions(scale=1.0, implementation="cudnn")
-    with pytest.raises(ValueError, match=r"attention_implementation: cudnn .* no NVIDIA GPU"):
+    message = r"attention_implementation: cudnn .* no NVIDIA GPU"
+    with pytest.raises(ImplementationError, match=message):
         attention_block(q, k, v, None, None, causal=False, options=options)

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mxjax.config.schema import KernelOverrides, KernelsConfig
 from mxjax.kernels import __main__ as command
 from mxjax.kernels import implementation
-from mxjax.kernels.bench import cases, measure, timing, tune
+from mxjax.kernels.bench import attention, cases, measure, timing, tune
 from mxjax.kernels.implementation import Choice, choose, interpreted, selected
 from mxjax.kernels.norm import rms_norm
 
@@ -137,6 +138,71 @@ def test_tuning_decides_what_runs(tmp_path, monkeypatch):
         implementation.tuning_table.cache_clear()
 
 
+def test_only_what_has_a_choice_is_tuned(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "mosaic_obstacle", lambda: None)
+    seen = []
+    monkeypatch.setattr(command, "tune", lambda cases, *_: seen.extend(cases))
+    out = ["--out", str(tmp_path / "table.json")]
+    assert command.main(["tune", "--small", *out]) == 0
+    assert [case.name for case in seen] == [case.name for case in CASES if case.blocks]
+    assert command.main(["tune", "--small", "--op", "linear_cross_entropy", *out]) == 2
+    assert "nothing to choose between" in capsys.readouterr().err
+
+
+def test_attention_is_measured_with_documents_and_without(tmp_path):
+    """On a CPU by XLA alone, each case forward and with its gradients."""
+    file = tmp_path / "results.json"
+    arguments = ["--op", "attention", "--json", str(file), "--no-peers"]
+    assert command.main(["bench", "--small", *arguments]) == 0
+    rows = json.loads(file.read_text())["results"]
+    assert [(row["case"], row["by"], row["work"]) for row in rows] == [
+        (f"{kind} {sizes}", "xla", work)
+        for kind, sizes in (
+            ("causal", "GQA B2 S64"),
+            ("causal", "GQA B4 S32"),
+            ("documents", "GQA B2 S64"),
+            ("one document", "GQA B2 S64"),
+            ("causal", "MLA B4 S32"),
+            ("documents", "MLA B4 S32"),
+        )
+        for work in (measure.FORWARD, measure.BOTH)
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.op == "attention"], ids=lambda c: c.name
+)
+def test_work_of_attention_is_that_of_the_pairs_that_see_each_other(case):
+    """Counted one by one in the arguments."""
+    q, _, v, *ids = case.make(jax.random.key(0))
+    (B, S, N, D), E = q.shape, v.shape[-1]
+    ids = np.asarray(ids[0]) if ids else np.ones((B, S), int)
+    pairs = sum(
+        ids[b, query] == ids[b, key]
+        for b in range(B)
+        for query in range(S)
+        for key in range(query + 1)
+    )
+    scores, out = 2 * D, 2 * E
+    assert case.forward.flops == N * pairs * (scores + out)
+    d_queries, d_keys, d_values, d_probs = 2 * D, 2 * D, 2 * E, 2 * E
+    backward = N * pairs * (scores + d_queries + d_keys + d_values + d_probs)
+    assert case.both.flops == case.forward.flops + backward
+
+
+@pytest.mark.parametrize(("B", "S"), [(2, 8192), (3, 100)])
+def test_documents_fill_their_sequences(B, S):
+    lengths = attention.document_lengths(B, S, 1000 if S > 1000 else 10)
+    assert min(lengths) > 0
+    # No document lies in two sequences.
+    assert {S * b for b in range(1, B + 1)} <= set(np.cumsum(lengths))
+    assert sum(lengths) == B * S
+    ids = attention.segment_ids(B, S, lengths)
+    assert (ids[:, 0] == 1).all()
+    runs = [np.diff(np.flatnonzero(np.diff(row, prepend=0, append=0))) for row in ids]
+    assert np.concatenate(runs).tolist() == lengths
+
+
 def test_configuration_selects_implementations():
     """Everywhere, or for one op; a named argument goes before it."""
     x, scale = jnp.ones((2, 128)), jnp.ones(128)
@@ -155,6 +221,7 @@ def test_configuration_selects_implementations():
 
 
 def test_every_measured_op_can_be_overridden():
-    fields = {field.name for field in dataclasses.fields(KernelOverrides)}
+    # Attention's implementation is chosen by `model.attention_implementation`.
+    fields = {field.name for field in dataclasses.fields(KernelOverrides)} | {"attention"}
     assert {case.op for case in CASES if len(case.implementations) > 1} <= fields
     assert len({case.name for case in CASES}) == len(CASES)

@@ -31,7 +31,7 @@ def context(rows):
     return LayerContext(
         positions_BS=jnp.zeros((rows, S), jnp.int32), segment_ids_BS=None,
         valid_Bs=jnp.ones((rows, S), bool), rope=None, key=None, sequence_parallel=False,
-        context_parallel=RING,
+        context_parallel=RING, deterministic=False,
     )  # fmt: skip
 
 

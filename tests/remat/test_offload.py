@@ -68,7 +68,7 @@ def test_results_and_gradients_are_those_of_a_plain_scan():
 
 @pytest.mark.parametrize("away", [True, False])
 def test_attention_out_stands_for_cudnns_results(away):
-    """Which are nobody's but the primitive's; here those of the stand-in of plans."""
+    """Output and log-sum-exp; here those of the stand-in of plans."""
     x, weights = jnp.zeros((2, 16, 4, 8), jnp.bfloat16), jnp.ones((3, 8), jnp.bfloat16)
 
     def layer(weights, x, ctx, index, bias_E):

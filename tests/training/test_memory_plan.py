@@ -14,6 +14,7 @@ from mxjax.config import ConfigError, load_config, to_yaml
 from mxjax.config.schema import RematConfig, RematRule
 from mxjax.kernels import implementation
 from mxjax.kernels.attention import always_tiled
+from mxjax.kernels.attention_cudnn import cudnn
 from mxjax.training.memory_plan import RESERVE
 from mxjax.training.pipelined import build_objective
 from mxjax.training.plan import fitted, memory_model
@@ -186,13 +187,13 @@ def test_save_memory_gives_up_what_a_large_tensor_makes_unnecessary():
 
 
 def test_on_a_gpu_attention_has_bytes_and_a_price(small_config, model_of, mesh_of, monkeypatch):
-    """In a trace, cuDNN's attention has neither names nor products; plans must not go by it."""
+    """In a trace, cuDNN's attention has no products; plans must not go by it."""
 
-    def cudnn(q, k, v, **options):
+    def forward(*operands, **options):
         raise AssertionError("a plan from shapes asked for cuDNN's attention")
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    monkeypatch.setattr(cudnn, "dot_product_attention", forward)
     model, training = (
         {"head_dim": 8, "num_layers": 8},
         {"compute_dtype": "bfloat16", "seq_length": 2048},

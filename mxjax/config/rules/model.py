@@ -37,7 +37,7 @@ def deterministic_attention(c: Config) -> Findings:
         yield (
             "training.deterministic",
             "cannot hold with model.attention_implementation cudnn, whose backward pass adds in no "
-            "fixed order; set that to auto or xla",
+            "fixed order; set that to auto, mosaic or xla",
         )
 
 
@@ -55,6 +55,14 @@ def head_dim_fits_attention(c: Config) -> Findings:
             path,
             f"gives heads of width {dim}, and cudnn needs a multiple of 8 up to 256; change it or "
             "set model.attention_implementation to auto",
+        )
+    values = dim if c.model.mla is None else c.model.mla.v_head_dim
+    wide = dim > 192 or values > 128
+    if c.model.attention_implementation == "mosaic" and (dim % 64 or values % 64 or wide):
+        yield (
+            path,
+            f"gives heads of width {dim} (values: {values}), and mosaic needs multiples of 64, up "
+            "to 192 (values: 128); change it or set model.attention_implementation to auto",
         )
 
 
@@ -120,8 +128,8 @@ def multi_token_prediction_can_run(c: Config) -> Findings:
 
 
 @rule
-def cudnn_can_run(c: Config) -> Findings:
-    if c.model.attention_implementation != "cudnn":
+def attention_kernel_can_run(c: Config) -> Findings:
+    if c.model.attention_implementation not in ("cudnn", "mosaic"):
         return
     path = "model.attention_implementation"
     if c.training.compute_dtype != "bfloat16":
@@ -130,6 +138,14 @@ def cudnn_can_run(c: Config) -> Findings:
         yield path, "cannot apply model.attention_dropout; set that to 0, or use auto or xla"
     if c.parallel.cpu_devices:
         yield path, "needs a GPU; set parallel.cpu_devices to 0, or use auto or xla"
+    # A rank of context parallelism has two chunks, which attend by themselves.
+    chunks = 1 if c.parallel.cp == 1 else 2 * c.parallel.cp
+    if c.model.attention_implementation == "mosaic" and c.training.seq_length % (128 * chunks):
+        yield (
+            "training.seq_length",
+            f"must be a multiple of {128 * chunks} for model.attention_implementation mosaic"
+            f"{' with parallel.cp' if chunks > 1 else ''}; change it, or use auto",
+        )
 
 
 @rule

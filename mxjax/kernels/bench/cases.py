@@ -40,7 +40,8 @@ class Case:
     """One op at one shape."""
 
     op: str
-    """Name in the tuning tables and in `kernels.overrides`."""
+    """Name in the tuning tables and in `kernels.overrides`, where attention is not: see
+    `model.attention_implementation`."""
     name: str
     """Of the case; unique."""
     run: Callable[..., Any]
@@ -58,7 +59,8 @@ class Case:
     implementations: tuple[str, ...] = ("xla", "mosaic")
     """Of ours; one that cannot run here is left out."""
     blocks: tuple[Any, ...] = ()
-    """Block sizes, dataclasses, that tuning tries."""
+    """Block sizes, dataclasses, that tuning tries; (None,): the kernel has none. Empty: there is
+    nothing to tune."""
     peer: str | None = None
     """Name of the case in `peers.py`."""
     peer_sizes: tuple[int, ...] = ()
@@ -68,10 +70,16 @@ class Case:
 def all_cases(small: bool) -> list[Case]:
     """Every case; `small`: of shapes that a CPU runs at once."""
     # Which take `Case` from here.
+    from mxjax.kernels.bench.attention import attention_cases
     from mxjax.kernels.bench.moe import moe_cases
     from mxjax.kernels.bench.vocabulary import vocabulary_cases
 
-    return elementwise_cases(small) + vocabulary_cases(small) + moe_cases(small)
+    return [
+        *elementwise_cases(small),
+        *attention_cases(small),
+        *vocabulary_cases(small),
+        *moe_cases(small),
+    ]
 
 
 TILES = tuple(

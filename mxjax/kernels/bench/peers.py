@@ -1,4 +1,4 @@
-"""The same ops by others: torch.compile of the plain formula, Liger-Kernel, torch._grouped_mm.
+"""The same ops by others: torch and Liger-Kernel.
 
 All are optional: what cannot be imported is left out. Nothing of JAX is needed here.
 """
@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mxjax.kernels.bench import grouped_peers
+from mxjax.kernels.bench import attention_peers, grouped_peers
 
 if TYPE_CHECKING:
+    from mxjax.kernels.bench.attention_peers import Peer
     from mxjax.kernels.bench.timing import Effort
 
 EPSILON, RATE = 1e-5, 0.1
@@ -37,26 +38,33 @@ def times(
         return
     import torch
 
-    if name in grouped_peers.NAMES:
-        peer = grouped_peers.grouped_mm(name, *sizes)
-        if peer is not None:
-            yield "torch._grouped_mm", _seconds(*peer, 2 if with_backward else 0, effort, least)
-        return
     torch._dynamo.reset()
-    formula, shapes = _formulas()[name], _shapes(name, sizes)
-    candidates: dict[str, Callable[..., Any]] = {"torch.compile": torch.compile(formula)}
-    if importlib.util.find_spec("liger_kernel") is not None:
-        liger = _liger().get(name)
-        if liger is not None:
-            candidates["Liger"] = liger
-    for peer, function in candidates.items():
+    for peer, (function, shapes) in _candidates(name, sizes).items():
+        n = len(shapes) - NUM_CONSTANTS.get(name, 0)
         try:
-            n = len(shapes) - NUM_CONSTANTS.get(name, 0)
             seconds = _seconds(function, shapes, n if with_backward else 0, effort, least)
         except Exception as error:  # whatever theirs raises, ours can still be timed
             print(f"{peer}, {name}: failed: {str(error).strip().splitlines()[0]}", file=sys.stderr)
             continue
         yield peer, seconds
+
+
+def _candidates(name: str, sizes: tuple[int, ...]) -> dict[str, Peer]:
+    """Peers by their names."""
+    if name in attention_peers.NAMES:
+        return attention_peers.attention_peers(name, *sizes)
+    if name in grouped_peers.NAMES:
+        peer = grouped_peers.grouped_mm(name, *sizes)
+        return {} if peer is None else {"torch._grouped_mm": peer}
+    import torch
+
+    shapes = _shapes(name, sizes)
+    candidates: dict[str, Peer] = {"torch.compile": (torch.compile(_formulas()[name]), shapes)}
+    if importlib.util.find_spec("liger_kernel") is not None:
+        liger = _liger().get(name)
+        if liger is not None:
+            candidates["Liger"] = liger, shapes
+    return candidates
 
 
 def _shapes(name: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
