@@ -220,6 +220,13 @@ def seen(
     return same & (ahead * rows_from >= 0)
 
 
+def run_of(runs_gmem, batch, tile) -> tuple[jax.Array, ...]:
+    """What `document_blocks.py` says of a tile."""
+    # + 0: JAX traces kernels without the types of `check_vma`, but what is read from an operand has
+    # one, and as the start of a loop would not fit what comes after it.
+    return tuple(runs_gmem[batch, tile, i] + 0 for i in range(4))
+
+
 def over_runs(run: tuple, visit: Callable[..., Any], carry: Any) -> Any:
     """`visit(masked, block, carry)` for the blocks of a run of `document_blocks.py`, in order."""
     begin, plain_begin, plain_end, end = run

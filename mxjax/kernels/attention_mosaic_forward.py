@@ -35,14 +35,16 @@ from mxjax.kernels.attention_mosaic import (
     plus_product,
     product,
     rows,
+    run_of,
     seen,
     take_back,
 )
 from mxjax.kernels.document_blocks import runs_of_keys
-from mxjax.kernels.implementation import num_multiprocessors
+from mxjax.kernels.implementation import num_multiprocessors, traced_once
 from mxjax.kernels.mosaic_ring import NUM_CONSUMERS, swizzled
 
 
+@traced_once("call")
 def document_attention(
     q_BSND: jax.Array,
     k_BTGD: jax.Array,
@@ -164,7 +166,7 @@ class _Forward:
             place, head = divided(rest, s.N)
             # Late tiles first: where the mask is causal they are the longest ones.
             tile = per_head - 1 - place
-            run = tuple(self.runs_gmem[batch, tile, i] for i in range(4))
+            run = run_of(self.runs_gmem, batch, tile)
             return body(_Tile(batch, head, tile * TILE, run), step)
 
         mine = lax.div(num_tiles - 1 - block, jnp.int32(num_blocks)) + 1

@@ -37,17 +37,19 @@ from mxjax.kernels.attention_mosaic import (
     plus_product,
     product,
     rows,
+    run_of,
     seen,
     take_back,
 )
 from mxjax.kernels.document_blocks import runs_of_keys, runs_of_queries
-from mxjax.kernels.implementation import num_multiprocessors
+from mxjax.kernels.implementation import num_multiprocessors, traced_once
 from mxjax.kernels.mosaic_ring import NUM_CONSUMERS, swizzled
 
 type Operands = tuple[jax.Array, ...]
 """q, k, v, ids of queries and keys, gradient of the output, log2-sum-exp and delta [B, N, S]."""
 
 
+@traced_once("call")
 def document_attention_gradient(
     q_BSND: jax.Array,
     k_BTGD: jax.Array,
@@ -141,8 +143,7 @@ class _QueryGradient:
         batch, head = divided(rest, s.N)
         # Late tiles, the longest ones if the mask is causal, come first.
         tile = s.S // TILE - 1 - place
-        run = tuple(self.runs_gmem[batch, tile, i] for i in range(4))
-        at = batch, head, tile * TILE, run
+        at = batch, head, tile * TILE, run_of(self.runs_gmem, batch, tile)
         in_warpgroups(lambda: self._copy(*at), lambda: self._sum(*at), (self.k_empty, self.v_empty))
 
     def _stage(self, step):
@@ -293,8 +294,7 @@ class _KeyGradient:
         # Early tiles, which the most queries see if the mask is causal, come first.
         tile, rest = divided(lax.axis_index("block"), s.B * num_sums)
         batch, part = divided(rest, num_sums)
-        run = tuple(self.runs_gmem[batch, tile, i] for i in range(4))
-        at = batch, part, tile * TILE, run
+        at = batch, part, tile * TILE, run_of(self.runs_gmem, batch, tile)
         in_warpgroups(
             lambda: self._copy(*at), lambda: self._sum(*at), (self.q_empty, self.d_out_empty)
         )

@@ -55,6 +55,8 @@ def _relations(q_ids, k_ids, num_queries: int, num_keys: int, causal: bool):
 
 def _ranges(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Least and greatest id of each block."""
+    # Padding, which is 0, comes last: as the least id it would make its block one of all documents.
+    ids = jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids)
     padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
     blocks = padded.reshape(ids.shape[0], -1, size)
     return blocks.min(-1), blocks.max(-1)

@@ -7,6 +7,7 @@ and all implementations agree to the bit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -90,14 +91,8 @@ def _bias_dropout_add(
 
         rows = (_rows(x)[:, 0], bias, _rows(residual)[:, 0])
         return triton.forward(*rows, seed, rate).reshape(x.shape)
-
-    def tile(value, residual, *rest):
-        *biases, first, second, index = rest
-        value = value + biases[0] if biases else value
-        return (residual + _kept(value, rate, first, second, index),), ()
-
     rows = [_rows(x), _rows(residual)]
-    (out,), _ = map_tiles(tile, rows, [1], kernel, bias=_row(bias), seed=seed)
+    (out,), _ = map_tiles(_Tile(rate), rows, (1,), kernel, bias=_row(bias), seed=seed)
     return out.reshape(x.shape)
 
 
@@ -118,15 +113,35 @@ def _backward(rate, kernel, residuals, d_out):
         d_x, total = triton.backward(_rows(d_out)[:, 0], seed, rate, has_bias=bias is not None)
         d_x, sums = d_x.reshape(d_out.shape), [total]
     else:
-
-        def tile(d_out, first, second, index):
-            kept = _kept(d_out, rate, first, second, index)
-            return (kept,), (kept,) if bias is not None else ()
-
         num_sums = 0 if bias is None else 1
-        (d_x,), sums = map_tiles(tile, [_rows(d_out)], [1], kernel, num_sums=num_sums, seed=seed)
+        tile = _GradientTile(rate, num_sums)
+        (d_x,), sums = map_tiles(tile, [_rows(d_out)], (1,), kernel, num_sums=num_sums, seed=seed)
         d_x = d_x.reshape(d_out.shape)
     return d_x, None if bias is None else sums[0].astype(bias.dtype), d_out, None
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What `map_tiles` computes, forward."""
+
+    rate: float
+
+    def __call__(self, value, residual, *rest):
+        *biases, first, second, index = rest
+        value = value + biases[0] if biases else value
+        return (residual + _kept(value, self.rate, first, second, index),), ()
+
+
+@dataclass(frozen=True)
+class _GradientTile:
+    """The same, backward; one sum, or none without a bias."""
+
+    rate: float
+    num_sums: int
+
+    def __call__(self, d_out, first, second, index):
+        kept = _kept(d_out, self.rate, first, second, index)
+        return (kept,), (kept,) * self.num_sums
 
 
 def _index(x: jax.Array) -> jax.Array:

@@ -75,11 +75,7 @@ def _biased(x, bias):
 def _gelu(x, bias, mosaic: TileBlocks | None):
     if mosaic is None:
         return _value(_biased(x, bias)).astype(x.dtype)
-
-    def tile(z, *biases):
-        return (_value(z + biases[0] if biases else z),), ()
-
-    (out,), _ = map_tiles(tile, [_rows(x)], [1], mosaic, bias=_row(bias))
+    (out,), _ = map_tiles(_tile, [_rows(x)], (1,), mosaic, bias=_row(bias))
     return out.reshape(x.shape)
 
 
@@ -94,16 +90,20 @@ def _backward(mosaic, residuals, d_out):
         if bias is None:
             return d_x, None
         return d_x, sum_of_rows(d_x, x.ndim - 1).astype(bias.dtype)
-
-    def tile(z, d_out, *biases):
-        d_x = d_out * _slope(z + biases[0] if biases else z)
-        return (d_x,), (d_x,) if biases else ()
-
     num_sums = 0 if bias is None else 1
     (d_x,), sums = map_tiles(
-        tile, [_rows(x), _rows(d_out)], [1], mosaic, bias=_row(bias), num_sums=num_sums
+        _gradient_tile, [_rows(x), _rows(d_out)], (1,), mosaic, bias=_row(bias), num_sums=num_sums
     )
     return d_x.reshape(x.shape), None if bias is None else sums[0].astype(bias.dtype)
+
+
+def _tile(z, *biases):
+    return (_value(z + biases[0] if biases else z),), ()
+
+
+def _gradient_tile(z, d_out, *biases):
+    d_x = d_out * _slope(z + biases[0] if biases else z)
+    return (d_x,), (d_x,) if biases else ()
 
 
 def _rows(x):

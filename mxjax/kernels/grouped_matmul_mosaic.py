@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mxjax.kernels.implementation import num_multiprocessors, out_type
+from mxjax.kernels.implementation import num_multiprocessors, out_type, traced_once
 from mxjax.kernels.mosaic_ring import (
     NUM_CONSUMERS,
     THREAD,
@@ -70,6 +70,7 @@ def _launch(body, out, scratch, *operands):
     return kernel(*operands)
 
 
+@traced_once("blocks", "transposed")
 def grouped_matmul(
     x_RK: jax.Array, w: jax.Array, groups: RowGroups, blocks: MatmulBlocks, *, transposed: bool
 ) -> jax.Array:
@@ -146,6 +147,7 @@ def grouped_matmul(
     return _launch(grouped_matmul_kernel, out, scratch, *operands)
 
 
+@traced_once("blocks", "dtype")
 def grouped_matmul_weight_gradient(
     x_RK: jax.Array,
     dy_RN: jax.Array,

@@ -14,6 +14,7 @@ class without an entry there runs as the nearest one that has one, an op without
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -72,7 +74,7 @@ plans: ContextVar[Literal["no", "shapes", "program"]] = ContextVar("plans", defa
 """What is traced is for a plan of a GPU, and never run; see `attention.py`."""
 
 _selection: ContextVar[KernelsConfig] = ContextVar("selection", default=_AUTO)
-_interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
+_interpreted: ContextVar[plgpu.InterpretGPUParams | None] = ContextVar("interpreted", default=None)
 
 
 def selected(kernels: KernelsConfig) -> AbstractContextManager[None]:
@@ -196,7 +198,7 @@ def device_kind() -> str:
 
 def num_multiprocessors() -> int:
     """SMs of the GPU; few where a kernel is interpreted, since each costs time there."""
-    if _interpreted.get():
+    if is_interpreted():
         return 2
     device = _device()
     return getattr(device, "num_cores", None) or device.core_count
@@ -204,14 +206,14 @@ def num_multiprocessors() -> int:
 
 def mosaic_obstacle() -> str | None:
     """Why no Mosaic GPU kernel runs on this device; None: they do."""
-    if _interpreted.get() or re.search(r"\bH[12]00\b|\bGH200\b|\bH800\b|\bH20\b", device_kind()):
+    if is_interpreted() or re.search(r"\bH[12]00\b|\bGH200\b|\bH800\b|\bH20\b", device_kind()):
         return None
     return f"its kernels are for NVIDIA Hopper GPUs and this is '{device_kind()}'"
 
 
 def is_interpreted() -> bool:
     """Whether kernels run on the CPU, for a test."""
-    return _interpreted.get()
+    return _interpreted.get() is not None
 
 
 @contextmanager
@@ -221,8 +223,8 @@ def interpreted(detect_races: bool = True) -> Iterator[None]:
     With `detect_races` it prints RACE DETECTED where a kernel reads and writes memory in no fixed
     order (JAX raises nothing then; the tests' `no_races` does).
     """
-    mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races))
-    with scoped(_interpreted, True), mode:
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
+    with scoped(_interpreted, params), plgpu.force_gpu_interpret_mode(params):
         yield
 
 
@@ -237,6 +239,33 @@ def varying_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """
     axes = _varying_axes(arrays)
     return tuple(None if x is None else varying_over(x, axes) for x in arrays)
+
+
+def traced_once(*static: str) -> Callable[[Callable], Callable]:
+    """Decorator: calls of a kernel with operands of the same types share one trace, and in one
+    program one lowering. A third of a second each, which unrolled layers would pay every time.
+
+    Args:
+      static: names of the arguments that are no arrays; their values must have a hash.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @partial(jax.jit, static_argnames=("_traced_for", *static))
+        def shared(_traced_for, **arguments):
+            return function(**arguments)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            # What a trace depends on besides its arguments.
+            traced_for = plans.get(), _interpreted.get(), device_kind(), num_multiprocessors()
+            arguments = signature.bind(*args, **kwargs).arguments
+            return shared(_traced_for=traced_for, **arguments)
+
+        return call
+
+    return decorate
 
 
 def mosaic_kernel(body: Callable[..., None], **options) -> Callable[..., Any]:

@@ -17,7 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mxjax.kernels.implementation import mosaic_kernel, mosaic_obstacle, num_multiprocessors
+from mxjax.kernels.implementation import (
+    mosaic_kernel,
+    mosaic_obstacle,
+    num_multiprocessors,
+    traced_once,
+)
 
 WARPGROUP = 128
 """Threads of a warpgroup; a vector in registers is a multiple of it long."""
@@ -115,6 +120,7 @@ def tile_obstacle(width: int, dtype: jax.typing.DTypeLike) -> str | None:
     return mosaic_obstacle()
 
 
+@traced_once("function", "out_branches", "blocks", "num_sums")
 def map_tiles(
     function: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
     inputs: Sequence[jax.Array],

@@ -15,7 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mxjax.kernels.implementation import mosaic_kernel, mosaic_obstacle, num_multiprocessors
+from mxjax.kernels.implementation import (
+    mosaic_kernel,
+    mosaic_obstacle,
+    num_multiprocessors,
+    traced_once,
+)
 from mxjax.kernels.mosaic_stream import PARAMETERS, SHARED_BYTES, WARPGROUP, stream
 
 STEP_BYTES = 8 * 1024
@@ -64,6 +69,7 @@ def row_obstacle(x: jax.Array, scale: jax.Array) -> str | None:
     return mosaic_obstacle()
 
 
+@traced_once("kind", "blocks")
 def norm_forward(
     x_TH: jax.Array,
     residual_TH: jax.Array | None,
@@ -98,6 +104,7 @@ def norm_forward(
     return outs
 
 
+@traced_once("kind", "blocks")
 def norm_backward(
     x_TH: jax.Array,
     d_normed_TH: jax.Array,

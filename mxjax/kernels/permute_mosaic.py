@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mxjax.kernels.implementation import mosaic_kernel
+from mxjax.kernels.implementation import mosaic_kernel, traced_once
 
 WARPGROUP = 128
 """Threads; a row must have a multiple of so many columns."""
@@ -73,6 +73,7 @@ def _only_if(condition: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(jnp.broadcast_to(condition, values.shape), values, jnp.zeros_like(values))
 
 
+@traced_once("num_choices", "blocks")
 def permute(
     x_TH: jax.Array, source_P: jax.Array, used: jax.Array, num_choices: int, blocks: RowBlocks
 ) -> jax.Array:
@@ -96,6 +97,7 @@ def permute(
     return _launch(permute_kernel, P // rows, out, x_TH, source_P, used.reshape(1))
 
 
+@traced_once("blocks")
 def combine(
     y_PH: jax.Array, place_TK: jax.Array, weights_TK: jax.Array | None, blocks: RowBlocks
 ) -> jax.Array:
@@ -120,6 +122,7 @@ def combine(
     return _launch(combine_kernel, T, out, *operands)
 
 
+@traced_once("blocks")
 def combine_gradient(
     y_PH: jax.Array,
     place_TK: jax.Array,

@@ -14,7 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mxjax.kernels.implementation import mosaic_kernel, mosaic_obstacle, num_multiprocessors
+from mxjax.kernels.implementation import (
+    mosaic_kernel,
+    mosaic_obstacle,
+    num_multiprocessors,
+    traced_once,
+)
 from mxjax.kernels.mosaic_stream import COPY_BYTES, PARAMETERS, SHARED_BYTES, stream
 
 COPY_COLUMNS = 256
@@ -50,6 +55,7 @@ def rope_obstacle(x: jax.Array, num_pairs: int, interleaved: bool) -> str | None
     return mosaic_obstacle()
 
 
+@traced_once("interleaved", "blocks")
 def rotate(
     x_TND: jax.Array, cos_TP: jax.Array, sin_TP: jax.Array, interleaved: bool, blocks: RopeBlocks
 ) -> jax.Array:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mxjax.kernels.implementation import mosaic_kernel
+from mxjax.kernels.implementation import mosaic_kernel, traced_once
 from mxjax.kernels.mosaic_ring import swizzled
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ NOT_ALLOWED, TAKEN = -3e38, -jnp.inf
 """Stand in for the scores of experts outside of a token's groups, and of those it has already."""
 
 
+@traced_once("num_experts", "rule")
 def route(
     logits_TE: jax.Array,
     bias_E: jax.Array,

@@ -84,13 +84,7 @@ def _swiglu(up, bias, kernel: TileBlocks | Literal["triton"] | None):
         from mxjax.kernels import swiglu_triton as triton
 
         return triton.forward(_rows(up, 2), bias).reshape(*up.shape[:-2], up.shape[-1])
-
-    def tile(gate, up, *biases):
-        if biases:
-            gate, up = gate + biases[0], up + biases[1]
-        return (_value(gate, up),), ()
-
-    (out,), _ = map_tiles(tile, [_rows(up, 2)], [1], kernel, bias=bias)
+    (out,), _ = map_tiles(_tile, [_rows(up, 2)], (1,), kernel, bias=bias)
     return out.reshape(*up.shape[:-2], up.shape[-1])
 
 
@@ -110,18 +104,24 @@ def _backward(kernel, residuals, d_out):
 
         d_up, d_bias = triton.backward(_rows(up, 2), bias, _rows(d_out, 1)[:, 0])
         return d_up.reshape(up.shape), None if bias is None else d_bias.astype(bias.dtype)
-
-    def tile(gate, up, d_out, *biases):
-        if biases:
-            gate, up = gate + biases[0], up + biases[1]
-        grads = _gradients(gate, up, d_out)
-        return grads, grads if biases else ()
-
     num_sums = 0 if bias is None else 2
     (d_up,), sums = map_tiles(
-        tile, [_rows(up, 2), _rows(d_out, 1)], [2], kernel, bias=bias, num_sums=num_sums
+        _gradient_tile, [_rows(up, 2), _rows(d_out, 1)], (2,), kernel, bias=bias, num_sums=num_sums
     )
     return d_up.reshape(up.shape), None if bias is None else sums.astype(bias.dtype)
+
+
+def _tile(gate, up, *biases):
+    if biases:
+        gate, up = gate + biases[0], up + biases[1]
+    return (_value(gate, up),), ()
+
+
+def _gradient_tile(gate, up, d_out, *biases):
+    if biases:
+        gate, up = gate + biases[0], up + biases[1]
+    grads = _gradients(gate, up, d_out)
+    return grads, grads if biases else ()
 
 
 def _stacked_gradients(up, bias, d_out):

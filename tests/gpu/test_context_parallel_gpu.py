@@ -1,4 +1,4 @@
-"""Attention over a split sequence with cuDNN: `pytest -m gpu` on one GPU, `-m multigpu` on two."""
+"""Attention over a split sequence by kernels: `pytest -m gpu` on one GPU, `-m multigpu` on two."""
 
 import functools
 
@@ -54,10 +54,11 @@ def in_fp32(function):
 @pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
-def test_cudnn_block_equals_the_reference(groups, causal, packed):
+@pytest.mark.parametrize(("kernel", "value_width"), [("cudnn", 96), ("mosaic", 64)])
+def test_a_block_equals_the_reference(kernel, value_width, groups, causal, packed):
     """bf16 against fp32 within bf16 rounding: output, log-sum-exp, and the gradients as one of two
     blocks of a row. Some queries see no key."""
-    (q, k, v, d_out), ids = sample(groups, value_width=96)
+    (q, k, v, d_out), ids = sample(groups, value_width)
     q_ids = ids.at[:, -50:].set(9) if packed and not causal else ids
     segment_ids = (q_ids, ids) if packed else None
 
@@ -73,7 +74,7 @@ def test_cudnn_block_equals_the_reference(groups, causal, packed):
         return out, lse, *grads
 
     want = in_fp32(functools.partial(run, "xla"))(q, k, v, d_out)
-    got = jax.jit(functools.partial(run, "cudnn"))(q, k, v, d_out)
+    got = jax.jit(functools.partial(run, kernel))(q, k, v, d_out)
     for a, b in zip(got, want, strict=True):
         assert np.all(np.isfinite(a))
         assert relative_error(a, b) < 1e-2
@@ -95,7 +96,7 @@ def test_cudnn_block_equals_the_reference(groups, causal, packed):
     ids=str,
 )
 def test_two_gpus_attend_as_one(layout, choice, dtype):
-    """bf16, with cuDNN, and fp32, without: output and gradients against one GPU in fp32."""
+    """bf16, with kernels, and fp32, without: output and gradients against one GPU in fp32."""
     arrays, ids = sample(groups=4)
     order = sequence_order(S, layout.get("cp", 1))
 

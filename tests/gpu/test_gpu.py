@@ -19,14 +19,20 @@ def relative_error(got, want):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("groups", "D", "E"), [(1, 128, 128), (4, 128, 128), (8, 128, 128), (8, 192, 128)]
+)
 @pytest.mark.parametrize("packed", [False, True])
-def test_cudnn_attention_equals_the_reference(groups, packed):
-    """bf16 cuDNN against fp32 on the same values: output and gradients within bf16 rounding."""
-    B, S, N, D = 2, 512, 8, 128
+def test_cudnn_attention_equals_the_reference(groups, D, E, packed):
+    """bf16 cuDNN against fp32 on the same values: output and gradients within bf16 rounding. Also
+    with values narrower than keys, as in multi-head latent attention."""
+    B, S, N = 2, 512, 8
     keys = jax.random.split(jax.random.key(0), 4)
-    q, g = (jax.random.normal(k, (B, S, N, D), jnp.bfloat16) for k in (keys[0], keys[3]))
-    k, v = (jax.random.normal(key, (B, S, groups, D), jnp.bfloat16) for key in keys[1:3])
+    shapes = (N, D), (groups, D), (groups, E), (N, E)
+    q, k, v, g = (
+        jax.random.normal(key, (B, S, *shape), jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
     segments = None
     if packed:
         rows = np.sort(np.random.default_rng(0).integers(0, 5, (B, S)), axis=1)

@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mxjax.config.schema import Config, OptimizerConfig, TrainingConfig
+from mxjax.kernels.attention import causal_attention
 from mxjax.training.gradients import BatchStatistics
 from mxjax.training.optimizer import build_optimizer
 from mxjax.training.state import TrainState
@@ -47,10 +48,32 @@ def fused_op(name: str, implementation: str) -> Case:
     return name, both, shapes, op.weights
 
 
+def document_attention(name: str, heads: int, groups: int, width: int, value_width: int) -> Case:
+    """Forward and backward, recomputed, of packed documents."""
+    B, S = 1, 256
+
+    def attention(ids_BS, *arguments):
+        return causal_attention(*arguments, segment_ids_BS=ids_BS, implementation="mosaic")
+
+    def both(ids_BS, *arguments):
+        run = jax.checkpoint(attention, prevent_cse=(True,) * 4)
+        out, pullback = jax.vjp(partial(run, ids_BS), *arguments)
+        return out, pullback(out)
+
+    shapes = (heads, width), (groups, width), (groups, value_width)
+    arguments = (jax.ShapeDtypeStruct((B, S, *shape), jnp.bfloat16) for shape in shapes)
+    return name, both, (jax.ShapeDtypeStruct((B, S), jnp.int32), *arguments), 0
+
+
+ATTENTIONS = {"document_attention": (4, 2, 128, 128), "latent_attention": (2, 2, 192, 128)}
+"""Query heads, key heads, and the width of these and of values."""
+
+
 def cases(implementation: str) -> list[Case]:
     if implementation == "triton":
         return [fused_op(name, "triton") for name in TRITON_OPS] + [permute_op("triton")]
-    return [fused_op(name, "mosaic") for name in MOSAIC_OPS] + [*moe_ops()]
+    attentions = [document_attention(name, *sizes) for name, sizes in ATTENTIONS.items()]
+    return [fused_op(name, "mosaic") for name in MOSAIC_OPS] + [*moe_ops(), *attentions]
 
 
 MOSAIC_OPS = ("swiglu", "add_layer_norm", "bias_dropout_add", "rope_pairs_partial")
