@@ -101,11 +101,20 @@ class TileBlocks:
     columns: int = 256
     """Columns of a tile: 128 or 256."""
     stages: int = 2
-    """Tiles in flight."""
+    """Tiles in flight. 0: none, each thread block loads one tile of `rows` (also 1) by `columns`
+    (at most; also more than 256) into registers, and there are as many thread blocks as tiles."""
     per_multiprocessor: int = 4
-    """Thread blocks that share a multiprocessor."""
+    """Thread blocks that share a multiprocessor; without stages the GPU decides."""
+
+    @property
+    def in_registers(self) -> bool:
+        return self.stages == 0
 
     def __post_init__(self):
+        if self.in_registers:
+            if self.columns % WARPGROUP or self.rows < 1:
+                raise ValueError(f"without stages columns are a multiple of {WARPGROUP}: {self}")
+            return
         if self.rows < 2 or self.rows % UNROLLED or self.columns not in (128, 256):
             raise ValueError(f"tiles have 2, 4, 6, ... rows and 128 or 256 columns, not {self}")
 
@@ -147,6 +156,10 @@ def map_tiles(
       Outputs in the dtype of the inputs; sums [num_sums, F] fp32, None without.
     """
     (T, _, F), dtype = inputs[0].shape, inputs[0].dtype
+    if blocks.in_registers:
+        if num_sums == 0 and seed is None and F % WARPGROUP == 0:
+            return _map_in_registers(function, inputs, out_branches, blocks, bias), None
+        blocks = TileBlocks()
     R, C, stages = blocks.rows, blocks.columns, blocks.stages
     row_blocks, column_blocks = pl.cdiv(T, R), pl.cdiv(F, C)
     tiles = row_blocks * column_blocks
@@ -254,3 +267,45 @@ def map_tiles(
         return list(outs), None
     *outs, partial = outs
     return outs, jnp.sum(partial, axis=0)[:, :F]
+
+
+def _map_in_registers(function, inputs, out_branches, blocks: TileBlocks, bias) -> list[jax.Array]:
+    """`map_tiles` without sums and seed, and without shared memory."""
+    (T, _, F), dtype = inputs[0].shape, inputs[0].dtype
+    C = WARPGROUP * largest_divisor(F // WARPGROUP, blocks.columns // WARPGROUP)
+    R = largest_divisor(T, blocks.rows)
+
+    def registers_kernel(*refs):
+        in_refs, out_refs = refs[: len(inputs)], refs[-len(out_branches) :]
+        # Neighbours in time are neighbours in a row.
+        block, num_parts = lax.axis_index("block"), jnp.int32(F // C)
+        tile, columns = lax.div(block, num_parts), pl.ds(lax.rem(block, num_parts) * C, C)
+        extra = []
+        if bias is not None:
+            bias_ref = refs[len(inputs)]
+            extra = [bias_ref[i, columns].astype(jnp.float32) for i in range(bias.shape[0])]
+        for r in range(R):
+            row = tile * R + r
+            values = [
+                ref[row, b, columns].astype(jnp.float32)
+                for ref, x in zip(in_refs, inputs, strict=True)
+                for b in range(x.shape[1])
+            ]
+            outs, _ = function(*values, *extra)
+            outs = iter(outs)
+            for ref, count in zip(out_refs, out_branches, strict=True):
+                for b in range(count):
+                    ref[row, b, columns] = next(outs).astype(dtype)
+
+    return mosaic_kernel(
+        registers_kernel,
+        out_type=[jax.ShapeDtypeStruct((T, count, F), dtype) for count in out_branches],
+        grid=(T // R * (F // C),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(*inputs, *([] if bias is None else [bias]))
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    """The largest divisor of n up to a number, 1 or more."""
+    return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)

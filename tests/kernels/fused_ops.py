@@ -24,6 +24,7 @@ from mxjax.kernels.swiglu import swiglu
 EPSILON = 1e-5
 RATE, KEY = 0.3, jax.random.key(5)
 TILES = TileBlocks(rows=2, columns=128, per_multiprocessor=1)
+REGISTERS = TileBlocks(rows=2, columns=256, stages=0)
 ROWS = RowBlocks(rows=2, stages=2, per_multiprocessor=1)
 TURNS = RopeBlocks(rows=8, heads=2, per_multiprocessor=1)
 
@@ -118,8 +119,10 @@ Z, U = (3, 3072), (3072,)
 OPS = {
     "swiglu": FusedOp(swiglu, _swiglu, ((3, 2, 136),), TILES),
     "bias_swiglu": FusedOp(swiglu, _swiglu, ((3, 2, 136), (2, 136)), TILES, 1),
+    "swiglu_in_registers": FusedOp(swiglu, _swiglu, ((4, 2, 384),), REGISTERS),
     "gelu": FusedOp(gelu, _gelu, (X,), TILES),
     "bias_gelu": FusedOp(gelu, _gelu, (X, W), TILES, 1),
+    "bias_gelu_in_registers": FusedOp(gelu, _gelu, ((4, 384), V), REGISTERS, 1),
     "rms_norm": FusedOp(_with_epsilon(rms_norm), _rms, (Y, V), ROWS, 1),
     "layer_norm": FusedOp(_with_epsilon(layer_norm), _layer, (Y, V, V), ROWS, 2),
     "add_rms_norm": FusedOp(

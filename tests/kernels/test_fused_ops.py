@@ -23,7 +23,9 @@ from tests.kernels.fused_ops import OPS, RATE, value_and_gradients
 
 KERNELS = {
     "bias_swiglu": "bfloat16",
+    "swiglu_in_registers": "bfloat16",
     "gelu": "float32",
+    "bias_gelu_in_registers": "float32",
     "rms_norm": "bfloat16",
     "add_rms_norm": "float32",
     "add_layer_norm": "bfloat16",
@@ -32,7 +34,7 @@ KERNELS = {
     "rope_pairs": "bfloat16",
 }
 """One of each way through the kernels: interpreting takes seconds. With and without bias, addition,
-mean, rest of a head; a row in one and in several parts."""
+mean, rest of a head; a row in one and in several parts; without a ring of stages."""
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
 

@@ -88,7 +88,7 @@ TILES = tuple(
         *((8, 2, 6), (8, 4, 4), (16, 2, 4), (16, 3, 3)),
         *((16, 4, 2), (32, 2, 2), (32, 2, 3), (32, 3, 2)),
     )
-)
+) + tuple(TileBlocks(rows=1, columns=columns, stages=0) for columns in (512, 1024, 2048))
 ROWS = tuple(
     RowBlocks(rows=rows, stages=stages, per_multiprocessor=blocks)
     for rows, stages, blocks in ((0, 0, 2), (0, 2, 2), (0, 2, 3), (0, 0, 4))
