@@ -124,8 +124,8 @@ def check_backend(config: Config) -> None:
     named, obstacle = config.model.attention_implementation, None
     if named == "cudnn" and jax.default_backend() != "gpu":
         obstacle = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}"
-    elif named == "mosaic" and mosaic_obstacle():
-        obstacle = f"cannot run: {mosaic_obstacle()}"
+    elif named == "mosaic" and (reason := mosaic_obstacle()):
+        obstacle = f"cannot run: {reason}"
     if obstacle:
         raise ConfigError(
             [Problem("model.attention_implementation", named, f"{obstacle}; use auto")]

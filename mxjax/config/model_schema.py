@@ -121,7 +121,8 @@ class ModelConfig:
     """Weight of the mean of the losses of all multi-token prediction modules."""
     attention_implementation: Literal["auto", "cudnn", "mosaic", "xla"] = "auto"
     """`cudnn` needs an NVIDIA GPU and 16-bit compute; `mosaic`, which passes over what documents
-    exclude, a Hopper GPU and bfloat16; `xla` runs everywhere; `auto` chooses."""
+    exclude, a Hopper GPU, bfloat16, sequences of a multiple of 128 and heads of 64 or 128 (MLA's
+    keys also 192); both no `attention_dropout`; `xla` runs everywhere; `auto` chooses."""
 
     @property
     def attention_head_dim(self) -> int:

@@ -111,12 +111,16 @@ def _line(result: Result) -> str:
 
 
 def _tune(cases: list[Case], arguments: argparse.Namespace) -> int:
+    ops = sorted({case.op for case in cases})
+    cases = [case for case in cases if case.blocks]
+    if not cases:
+        raise ValueError(
+            f"nothing to tune: {', '.join(ops)} has no block sizes to choose between; attention is "
+            "chosen by model.attention_implementation"
+        )
     obstacle = mosaic_obstacle()
     if obstacle is not None:
         raise ValueError(f"nothing to tune: {obstacle}")
-    cases = [case for case in cases if case.blocks]
-    if not cases:
-        raise ValueError("nothing to tune: there is nothing to choose between for these cases")
     effort = QUICK if arguments.small else Effort(repeats=7)
     path = arguments.out or tuning_path(device_kind())
     tune(cases, effort, path)

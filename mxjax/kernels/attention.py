@@ -17,6 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from mxjax.kernels.attention_block import (
     RESULTS,
     BlockOptions,
+    SegmentIds,
+    document_ids,
+    document_mask,
     grouped,
     named_results,
     same_segment,
@@ -29,7 +32,7 @@ from mxjax.kernels.attention_cudnn import (
     cudnn_forward,
     cudnn_gradient,
 )
-from mxjax.kernels.attention_mosaic import AttentionBlocks, DocumentCall
+from mxjax.kernels.attention_mosaic import DocumentCall
 from mxjax.kernels.attention_mosaic_forward import document_attention
 from mxjax.kernels.attention_mosaic_gradient import document_attention_gradient
 from mxjax.kernels.dropout import dropout
@@ -41,8 +44,8 @@ LONG_SEQUENCE = 4096
 
 
 def always_tiled() -> AbstractContextManager[None]:
-    """What is traced inside keeps no scores where cuDNN's attention would run, whatever the length:
-    for plans of a GPU from shapes."""
+    """What is traced inside keeps no scores where a kernel would run, whatever the length: for
+    plans of a GPU from shapes."""
     return scoped(plans, "shapes")
 
 
@@ -63,7 +66,6 @@ def causal_attention(
     dropout_key: jax.Array | None = None,
     implementation: Implementation = "auto",
     deterministic: bool = False,
-    blocks: AttentionBlocks | None = None,
 ) -> jax.Array:
     """softmax(scale * q k^T) v over earlier tokens of the same segment, [B, S, N, E].
 
@@ -72,11 +74,10 @@ def causal_attention(
       segment_ids_BS: a token sees only tokens with its own id; None: one segment.
       dropout_rate, dropout_key: dropout of the probabilities; off without a key.
       implementation: `cudnn` needs an NVIDIA GPU, 16-bit inputs and no dropout; `mosaic`, which
-        passes over what segments exclude, a Hopper GPU, bfloat16 and no dropout; `auto` takes
-        `mosaic` for segments and `cudnn` without them, each where it can run, else `xla`.
+        passes over what segments exclude, a Hopper GPU, bfloat16 and no dropout; `auto` takes the
+        first that can run: `mosaic` for segments, `cudnn`, `xla`.
       deterministic: `auto` takes `mosaic` in the place of cuDNN, whose gradients vary a little from
         run to run.
-      blocks: sizes of `mosaic`; None: the fastest of those that were measured.
 
     Raises:
       ImplementationError: an implementation was named that cannot run this call.
@@ -90,14 +91,13 @@ def causal_attention(
         documents=segment_ids_BS is not None,
         dropout=has_dropout,
         deterministic=deterministic,
-    )
+    ).implementation
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
     if chosen != "xla" and plans.get() != "shapes":
         operands = varying_alike(q_BSND, k_BSGD, v_BSGE, segment_ids_BS)
         if chosen == "mosaic":
-            blocks = blocks or AttentionBlocks.of(q_BSND.shape[-1])
-            return _mosaic_attention(*operands, DocumentCall(scale, causal=True, blocks=blocks))
+            return _mosaic_attention(*operands, DocumentCall.of(q_BSND, scale, causal=True))
         call = CudnnCall(scale, causal=True, stand_in=plans.get() == "program")
         return _cudnn_attention(*operands, call)
     if chosen != "xla" or q_BSND.shape[1] > LONG_SEQUENCE:
@@ -120,24 +120,24 @@ def _mosaic_attention(
 
 
 def _mosaic_forward(q, k, v, segment_ids, call):
-    ids = _ids(segment_ids, q)
-    out, lse = named_results(*document_attention(q, k, v, ids, ids, call))
+    ids = document_ids(_pair(segment_ids), q, k)
+    out, lse = named_results(*document_attention(q, k, v, *ids, call))
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _mosaic_backward(call, residuals, d_out):
     q, k, v, segment_ids, *results = residuals
-    ids = _ids(segment_ids, q)
-    grads = document_attention_gradient(q, k, v, ids, ids, (*results, d_out), call)
+    ids = document_ids(_pair(segment_ids), q, k)
+    grads = document_attention_gradient(q, k, v, *ids, (*results, d_out), call)
     return *grads, None
 
 
 _mosaic_attention.defvjp(_mosaic_forward, _mosaic_backward)
 
 
-def _ids(segment_ids_BS: jax.Array | None, q_BSND: jax.Array) -> jax.Array:
-    """Without segments all is one."""
-    return jnp.zeros(q_BSND.shape[:2], jnp.int32) if segment_ids_BS is None else segment_ids_BS
+def _pair(segment_ids_BS: jax.Array | None) -> SegmentIds | None:
+    """Of the queries and of the keys."""
+    return None if segment_ids_BS is None else (segment_ids_BS, segment_ids_BS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -149,26 +149,22 @@ def _cudnn_attention(
     call: CudnnCall,
 ) -> jax.Array:
     """As `causal_attention`. What is kept for the backward pass is what it returns."""
-    mask = _document_mask(segment_ids_BS)
+    mask = document_mask(_pair(segment_ids_BS))
     return cudnn_forward(q_BSND, k_BSGD, v_BSGE, mask, call, with_lse=False)[0]
 
 
 def _cudnn_attention_forward(q, k, v, ids, call):
-    out, lse = named_results(*cudnn_forward(q, k, v, _document_mask(ids), call))
+    out, lse = named_results(*cudnn_forward(q, k, v, document_mask(_pair(ids)), call))
     return out, (q, k, v, ids, out, lse)
 
 
 def _cudnn_attention_backward(call, residuals, d_out):
     q, k, v, ids, *results = residuals
-    grads = cudnn_gradient(q, k, v, _document_mask(ids), (*results, d_out), call)
+    grads = cudnn_gradient(q, k, v, document_mask(_pair(ids)), (*results, d_out), call)
     return *grads, None
 
 
 _cudnn_attention.defvjp(_cudnn_attention_forward, _cudnn_attention_backward)
-
-
-def _document_mask(segment_ids_BS: jax.Array | None) -> jax.Array | None:
-    return None if segment_ids_BS is None else same_segment(segment_ids_BS, segment_ids_BS)
 
 
 def _xla_attention(q_BSND, k_BSGD, v_BSGE, segment_ids_BS, scale, dropout_rate, dropout_key):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.kernels.attention_choice import Implementation, choose_attention
 from mxjax.kernels.attention_cudnn import CudnnCall, cudnn_forward, cudnn_gradient, sees_nothing
-from mxjax.kernels.attention_mosaic import MASKED, AttentionBlocks, DocumentCall
+from mxjax.kernels.attention_mosaic import MASKED, DocumentCall
 from mxjax.kernels.attention_mosaic_forward import document_attention
 from mxjax.kernels.attention_mosaic_gradient import document_attention_gradient
 from mxjax.kernels.dropout import dropout
@@ -76,13 +77,14 @@ def attention_block(
     Raises:
       ImplementationError: the implementation was named and cannot run this.
     """
-    tile = _tile_rows(q_BQND.shape[1])
-    q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
     chosen = _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options)
     if chosen == "mosaic":
-        ids, call = _ids(segment_ids, q_BQND, k_BKGD), _document_call(q_BQND, causal, options)
+        ids = document_ids(segment_ids, q_BQND, k_BKGD)
+        call = DocumentCall.of(q_BQND, options.scale, causal)
         out, lse = document_attention(q_BQND, k_BKGD, v_BKGE, *ids, call)
         return out.astype(jnp.float32), lse
+    tile = _tile_rows(q_BQND.shape[1])
+    q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
     if chosen == "cudnn":
         return _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, options)
 
@@ -116,19 +118,18 @@ def attention_block_gradient(
       d_out_BQNE: gradient of `out_BQNE`.
       The rest as it was given to `attention_block`.
     """
-    tile = _tile_rows(q_BQND.shape[1])
-    q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
-    chosen, results = (
-        _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options),
-        (out_BQNE, lse_BNQ, d_out_BQNE),
-    )
+    chosen = _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options)
+    results = out_BQNE, lse_BNQ, d_out_BQNE
     if chosen == "mosaic":
-        ids, call = _ids(segment_ids, q_BQND, k_BKGD), _document_call(q_BQND, causal, options)
+        ids = document_ids(segment_ids, q_BQND, k_BKGD)
+        call = DocumentCall.of(q_BQND, options.scale, causal)
         grads = document_attention_gradient(q_BQND, k_BKGD, v_BKGE, *ids, results, call)
         return tuple(x.astype(jnp.float32) for x in grads)
+    tile = _tile_rows(q_BQND.shape[1])
+    q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
     if chosen == "cudnn":
         call = CudnnCall(options.scale, causal)
-        grads = cudnn_gradient(q_BQND, k_BKGD, v_BKGE, _mask(segment_ids), results, call)
+        grads = cudnn_gradient(q_BQND, k_BKGD, v_BKGE, document_mask(segment_ids), results, call)
         return tuple(x.astype(jnp.float32) for x in grads)
 
     def rows(index):
@@ -300,7 +301,9 @@ def _xla_gradient(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, results, options: Block
 # Kernels
 
 
-def _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options: BlockOptions) -> str:
+def _choose(
+    q_BQND, k_BKGD, v_BKGE, segment_ids, options: BlockOptions
+) -> Literal["cudnn", "mosaic", "xla"]:
     chosen = choose_attention(
         options.implementation,
         q_BQND,
@@ -311,15 +314,13 @@ def _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options: BlockOptions) -> str:
         deterministic=options.deterministic,
     )
     # In plans that form takes the place of every kernel.
-    return chosen if plans.get() == "no" else "xla"
+    return chosen.implementation if plans.get() == "no" else "xla"
 
 
-def _document_call(q_BQND, causal: bool, options: BlockOptions) -> DocumentCall:
-    return DocumentCall(options.scale, causal, AttentionBlocks.of(q_BQND.shape[-1]))
-
-
-def _ids(segment_ids, q_BQND, k_BKGD) -> SegmentIds:
-    """Without segments all is one."""
+def document_ids(
+    segment_ids: SegmentIds | None, q_BQND: jax.Array, k_BKGD: jax.Array
+) -> SegmentIds:
+    """As kernels take them: without segments all is one."""
     if segment_ids is not None:
         return segment_ids
     return tuple(jnp.zeros(x.shape[:2], jnp.int32) for x in (q_BQND, k_BKGD))
@@ -327,11 +328,12 @@ def _ids(segment_ids, q_BQND, k_BKGD) -> SegmentIds:
 
 def _cudnn_forward(q_BQND, k_BKGD, v_BKGE, segment_ids, causal, options: BlockOptions):
     call = CudnnCall(options.scale, causal)
-    out, lse_BNQ = cudnn_forward(q_BQND, k_BKGD, v_BKGE, _mask(segment_ids), call)
+    out, lse_BNQ = cudnn_forward(q_BQND, k_BKGD, v_BKGE, document_mask(segment_ids), call)
     empty_BNQ = sees_nothing(lse_BNQ, q_BQND.dtype)
     out = jnp.where(empty_BNQ.transpose(0, 2, 1)[..., None], 0, out.astype(jnp.float32))
     return out, jnp.where(empty_BNQ, MASKED, lse_BNQ)
 
 
-def _mask(segment_ids):
+def document_mask(segment_ids: SegmentIds | None) -> jax.Array | None:
+    """As cuDNN's calls take it, bool [B, Q, K]; None: nothing is masked."""
     return None if segment_ids is None else same_segment(*segment_ids)

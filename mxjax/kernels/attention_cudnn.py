@@ -58,7 +58,7 @@ def cudnn_obstacle(
         return f"its values would be wider ({E}) than its keys ({D})"
     if documents and (q_BQND.shape[1] % 2 or k_BKGD.shape[1] % 2):
         return "with document masks it needs an even number of queries and keys in a block"
-    return "attention dropout" if dropout else None
+    return "it applies no attention dropout" if dropout else None
 
 
 def cudnn_forward(

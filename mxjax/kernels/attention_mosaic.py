@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.implementation import is_interpreted, mosaic_kernel, mosaic_obstacle
-from mxjax.kernels.mosaic_ring import CONSUMER_REGISTERS, NUM_CONSUMERS, PRODUCER_REGISTERS
+from mxjax.kernels.mosaic_ring import CONSUMER_REGISTERS, NUM_CONSUMERS, PRODUCER_REGISTERS, THREAD
 
 R = 64
 """The height of a product of wgmma."""
 TILE = NUM_CONSUMERS * R
-THREAD = "warpgroup"
 LOG2_E = math.log2(math.e)
 MASKED = -1e30
 """Log-sum-exp of a query that sees nothing. Not -inf: the difference of two of these is a
@@ -58,7 +57,8 @@ class AttentionBlocks:
 
     @classmethod
     def of(cls, width: int) -> Self:
-        """The fastest that were measured for queries and keys of this width."""
+        """Those that were fastest on an H200 with queries and keys of 128 and, else, of 192; with
+        narrower ones as with 128."""
         return cls() if width <= 128 else cls(keys=64, stages=3)
 
 
@@ -71,6 +71,11 @@ class DocumentCall:
     causal: bool
     """A query sees only keys with an index up to its own."""
     blocks: AttentionBlocks
+
+    @classmethod
+    def of(cls, q_BSND: jax.Array, scale: float, causal: bool) -> Self:
+        """With the sizes that suit these queries."""
+        return cls(scale, causal, AttentionBlocks.of(q_BSND.shape[-1]))
 
     @property
     def factor(self) -> float:
@@ -105,13 +110,13 @@ def mosaic_attention_obstacle(
         return f"it computes in bfloat16, not {q_BSND.dtype}"
     for length in (s.S, s.T):
         if length % TILE:
-            return f"{length} tokens are no multiple of {TILE}"
+            return f"a sequence, or a block of it, of {length} tokens is no multiple of {TILE}"
     if s.D % 64 or s.E % 64 or s.D > 192 or s.E > 128:
         return (
             f"heads of width {s.D} and {s.E}: it takes multiples of 64, for queries and keys up to "
             "192 and for values up to 128"
         )
-    return "attention dropout" if dropout else mosaic_obstacle()
+    return "it applies no attention dropout" if dropout else mosaic_obstacle()
 
 
 def launch(body: Callable[..., None], outs: Any, num_blocks: int, scratch: dict, *operands):
@@ -127,6 +132,15 @@ def launch(body: Callable[..., None], outs: Any, num_blocks: int, scratch: dict,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(*operands)
+
+
+def ring_barriers(stages: int, copies: dict[str, int]) -> dict[str, Any]:
+    """`NAME_full` and `NAME_empty` of the parts of a ring, each filled by so many copies."""
+    return {
+        key: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+        for name, count in copies.items()
+        for key, arrivals in ((f"{name}_full", count), (f"{name}_empty", NUM_CONSUMERS))
+    }
 
 
 # Inside of a kernel
@@ -161,11 +175,23 @@ def divided(index: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
     return lax.div(index, jnp.int32(by)), lax.rem(index, jnp.int32(by))
 
 
-def take_back(empty) -> None:
-    """Wait until a buffer may be filled again. Loads of what is in it and copies into it are of
-    different proxies of memory, which no barrier alone orders."""
-    plgpu.barrier_wait(empty)
+def stage_of(step: jax.Array, ring) -> jax.Array:
+    """Where in a ring of buffers the step is."""
+    return lax.rem(step, jnp.int32(ring.shape[0]))
+
+
+def fill(index, full, *copies: tuple[Any, Any]) -> None:
+    """Copy each (source, buffers) into the buffer `index`, which the barrier `full` will tell."""
+    for source, buffers in copies:
+        plgpu.copy_gmem_to_smem(source, buffers.at[index], full.at[index])
+
+
+def refill(index, empty, full, *copies: tuple[Any, Any]) -> None:
+    """`fill`, once the buffer has been handed back. Loads of what is in it and copies into it are
+    of different proxies of memory, which no barrier alone orders."""
+    plgpu.barrier_wait(empty.at[index])
     plgpu.commit_smem()
+    fill(index, full, *copies)
 
 
 def product(left, right, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
@@ -220,20 +246,28 @@ def seen(
     return same & (ahead * rows_from >= 0)
 
 
-def run_of(runs_gmem, batch, tile) -> tuple[jax.Array, ...]:
+class Run(NamedTuple):
+    """The blocks that a tile sees; see `document_blocks.py`."""
+
+    begin: jax.Array
+    plain_begin: jax.Array
+    plain_end: jax.Array
+    end: jax.Array
+
+
+def run_of(runs_gmem, batch, tile) -> Run:
     """What `document_blocks.py` says of a tile."""
     # + 0: JAX traces kernels without the types of `check_vma`, but what is read from an operand has
     # one, and as the start of a loop would not fit what comes after it.
-    return tuple(runs_gmem[batch, tile, i] + 0 for i in range(4))
+    return Run(*(runs_gmem[batch, tile, i] + 0 for i in range(4)))
 
 
-def over_runs(run: tuple, visit: Callable[..., Any], carry: Any) -> Any:
+def over_run(run: Run, visit: Callable[..., Any], carry: Any) -> Any:
     """`visit(masked, block, carry)` for the blocks of a run of `document_blocks.py`, in order."""
-    begin, plain_begin, plain_end, end = run
     for masked, start, stop in (
-        (True, begin, plain_begin),
-        (False, plain_begin, plain_end),
-        (True, plain_end, end),
+        (True, run.begin, run.plain_begin),
+        (False, run.plain_begin, run.plain_end),
+        (True, run.plain_end, run.end),
     ):
         carry = lax.fori_loop(start, stop, lambda block, c, m=masked: visit(m, block, c), carry)
     return carry

@@ -22,26 +22,28 @@ from mxjax.kernels.attention_mosaic import (
     LOG2_E,
     MASKED,
     ROW,
-    THREAD,
     TILE,
     DocumentCall,
     R,
+    Run,
     Sizes,
     divided,
     filled,
     in_warpgroups,
     launch,
-    over_runs,
+    over_run,
     plus_product,
     product,
+    refill,
+    ring_barriers,
     rows,
     run_of,
     seen,
-    take_back,
+    stage_of,
 )
 from mxjax.kernels.document_blocks import runs_of_keys
 from mxjax.kernels.implementation import num_multiprocessors, traced_once
-from mxjax.kernels.mosaic_ring import NUM_CONSUMERS, swizzled
+from mxjax.kernels.mosaic_ring import NUM_CONSUMERS, THREAD, swizzled
 
 
 @traced_once("call")
@@ -77,12 +79,8 @@ def document_attention(
         "lse": plgpu.SMEM((NUM_CONSUMERS, R), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=NUM_CONSUMERS),
         "q_empty": plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-        "k_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "k_empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_barriers=stages),
-        "v_empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
         "turns": plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
-    }
+    } | ring_barriers(stages, {"k": 2, "v": 1})
     outs = [
         jax.ShapeDtypeStruct((s.B, s.S, s.N, s.E), dtype),
         jax.ShapeDtypeStruct((s.B, s.N, s.S), jnp.float32),
@@ -100,7 +98,7 @@ class _Tile(NamedTuple):
     head: jax.Array
     first: jax.Array
     """Index of the first query."""
-    run: tuple[jax.Array, ...]
+    run: Run
     """Of the blocks of keys."""
 
 
@@ -172,55 +170,51 @@ class _Forward:
         mine = lax.div(num_tiles - 1 - block, jnp.int32(num_blocks)) + 1
         lax.fori_loop(0, mine, one, jnp.int32(0))
 
-    def _stage(self, step):
-        return lax.rem(step, jnp.int32(self.k.shape[0]))
-
     def _copy(self, tile: _Tile, step):
-        batch, head, first, (begin, _, _, end) = tile
+        batch, head, first, run = tile
         for half in range(NUM_CONSUMERS):
-            queries, full = pl.ds(first + half * R, R), self.q_full.at[half]
-            take_back(self.q_empty.at[half])
-            plgpu.copy_gmem_to_smem(self.q_gmem.at[batch, queries, head], self.q.at[half], full)
-            plgpu.copy_gmem_to_smem(self.q_ids_gmem.at[batch, queries], self.q_ids.at[half], full)
+            queries = pl.ds(first + half * R, R)
+            q = self.q_gmem.at[batch, queries, head], self.q
+            ids = self.q_ids_gmem.at[batch, queries], self.q_ids
+            refill(half, self.q_empty, self.q_full, q, ids)
         kv_head = lax.div(head, jnp.int32(self.sizes.N // self.sizes.G))
 
         def one(block, step):
-            stage, keys = self._stage(step), pl.ds(block * self.C, self.C)
-            full = self.k_full.at[stage]
-            take_back(self.k_empty.at[stage])
-            plgpu.copy_gmem_to_smem(self.k_gmem.at[batch, keys, kv_head], self.k.at[stage], full)
-            plgpu.copy_gmem_to_smem(self.k_ids_gmem.at[batch, keys], self.k_ids.at[stage], full)
-            full = self.v_full.at[stage]
-            take_back(self.v_empty.at[stage])
-            plgpu.copy_gmem_to_smem(self.v_gmem.at[batch, keys, kv_head], self.v.at[stage], full)
+            stage, keys = stage_of(step, self.k), pl.ds(block * self.C, self.C)
+            k = self.k_gmem.at[batch, keys, kv_head], self.k
+            ids = self.k_ids_gmem.at[batch, keys], self.k_ids
+            v = self.v_gmem.at[batch, keys, kv_head], self.v
+            refill(stage, self.k_empty, self.k_full, k, ids)
+            refill(stage, self.v_empty, self.v_full, v)
             return step + 1
 
-        return lax.fori_loop(begin, end, one, step)
+        return lax.fori_loop(run.begin, run.end, one, step)
 
     def _attend(self, tile: _Tile, step):
         group = lax.axis_index(THREAD)
-        begin, *_, end = tile.run
+        run = tile.run
         plgpu.barrier_wait(self.q_full.at[group])
         q_ids = plgpu.load(self.q_ids.at[group], layout=ROW)
         first = tile.first + group * R
 
         def visit(masked, block, carry):
             step, *sums = carry
-            scores = self._scores(self._stage(step), block, q_ids, first, masked)
+            stage = stage_of(step, self.k)
+            scores = self._scores(stage, block, q_ids, first, masked)
 
             # As early as can be: the other half may already wait for keys of the next tile, which
             # come after this half's next queries.
-            @pl.when(block == end - 1)
+            @pl.when(block == run.end - 1)
             def _seen_all():
                 plgpu.barrier_arrive(self.q_empty.at[group])
 
-            return step + 1, *self._added(self._stage(step), scores, *sums)
+            return step + 1, *self._added(stage, scores, *sums)
 
         E = self.sizes.E
         sums = filled((R, E), 0), filled((R,), MASKED, ROW), filled((R,), 0, ROW)
-        step, *sums = over_runs(tile.run, visit, (step, *sums))
+        step, *sums = over_run(run, visit, (step, *sums))
 
-        @pl.when(begin == end)
+        @pl.when(run.begin == run.end)
         def _nothing_to_see():
             plgpu.barrier_arrive(self.q_empty.at[group])
 

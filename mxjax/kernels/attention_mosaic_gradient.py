@@ -23,27 +23,29 @@ from mxjax.kernels.attention_mosaic import (
     COLUMN,
     LOG2_E,
     ROW,
-    THREAD,
     TILE,
     DocumentCall,
     R,
     Sizes,
     columns,
     divided,
+    fill,
     filled,
     in_warpgroups,
     launch,
-    over_runs,
+    over_run,
     plus_product,
     product,
+    refill,
+    ring_barriers,
     rows,
     run_of,
     seen,
-    take_back,
+    stage_of,
 )
 from mxjax.kernels.document_blocks import runs_of_keys, runs_of_queries
 from mxjax.kernels.implementation import num_multiprocessors, traced_once
-from mxjax.kernels.mosaic_ring import NUM_CONSUMERS, swizzled
+from mxjax.kernels.mosaic_ring import NUM_CONSUMERS, THREAD, swizzled
 
 type Operands = tuple[jax.Array, ...]
 """q, k, v, ids of queries and keys, gradient of the output, log2-sum-exp and delta [B, N, S]."""
@@ -73,15 +75,6 @@ def document_attention_gradient(
     return _gradient_of_queries(operands, call), *_gradient_of_keys(operands, call)
 
 
-def _barriers(stages: int, copies: dict[str, int]) -> dict[str, Any]:
-    """`NAME_full` and `NAME_empty` of the parts of a ring, each filled by so many copies."""
-    return {
-        key: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-        for name, count in copies.items()
-        for key, arrivals in ((f"{name}_full", count), (f"{name}_empty", NUM_CONSUMERS))
-    }
-
-
 def _gradient_of_queries(operands: Operands, call: DocumentCall) -> jax.Array:
     q, k, v, q_ids, k_ids, *_ = operands
     s, C, stages = Sizes.of(q, k, v), call.blocks.d_q_keys, call.blocks.d_q_stages
@@ -99,7 +92,7 @@ def _gradient_of_queries(operands: Operands, call: DocumentCall) -> jax.Array:
         "k": swizzled((stages, C, s.D), q.dtype),
         "k_ids": plgpu.SMEM((stages, C), jnp.int32),
         "v": swizzled((stages, C, s.E), q.dtype),
-    } | _barriers(stages, {"k": 2, "v": 1})
+    } | ring_barriers(stages, {"k": 2, "v": 1})
     runs = runs_of_keys(q_ids, k_ids, TILE, C, call.causal)
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     num_blocks = s.B * s.N * (s.S // TILE)
@@ -146,35 +139,29 @@ class _QueryGradient:
         at = batch, head, tile * TILE, run_of(self.runs_gmem, batch, tile)
         in_warpgroups(lambda: self._copy(*at), lambda: self._sum(*at), (self.k_empty, self.v_empty))
 
-    def _stage(self, step):
-        return lax.rem(step, jnp.int32(self.k.shape[0]))
-
     def _copy(self, batch, head, first, run) -> None:
         for half in range(NUM_CONSUMERS):
             queries = pl.ds(first + half * R, R)
-            for source, target in (
+            fill(
+                half,
+                self.own,
                 (self.q_gmem.at[batch, queries, head], self.q),
                 (self.d_out_gmem.at[batch, queries, head], self.d_out),
                 (self.lse_gmem.at[batch, head, queries], self.lse),
                 (self.delta_gmem.at[batch, head, queries], self.delta),
                 (self.q_ids_gmem.at[batch, queries], self.q_ids),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[half], self.own.at[half])
+            )
         kv_head = lax.div(head, jnp.int32(self.sizes.N // self.sizes.G))
-        C, begin = self.k.shape[1], run[0]
+        C = self.k.shape[1]
 
-        @pl.loop(begin, run[-1])
+        @pl.loop(run.begin, run.end)
         def _(block):
-            stage, keys = self._stage(block - begin), pl.ds(block * C, C)
-            take_back(self.k_empty.at[stage])
-            for source, target in (
-                (self.k_gmem.at[batch, keys, kv_head], self.k),
-                (self.k_ids_gmem.at[batch, keys], self.k_ids),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[stage], self.k_full.at[stage])
-            take_back(self.v_empty.at[stage])
-            source = self.v_gmem.at[batch, keys, kv_head]
-            plgpu.copy_gmem_to_smem(source, self.v.at[stage], self.v_full.at[stage])
+            stage, keys = stage_of(block - run.begin, self.k), pl.ds(block * C, C)
+            k = self.k_gmem.at[batch, keys, kv_head], self.k
+            ids = self.k_ids_gmem.at[batch, keys], self.k_ids
+            v = self.v_gmem.at[batch, keys, kv_head], self.v
+            refill(stage, self.k_empty, self.k_full, k, ids)
+            refill(stage, self.v_empty, self.v_full, v)
 
     def _sum(self, batch, head, first, run) -> None:
         group, C, call = lax.axis_index(THREAD), self.k.shape[1], self.call
@@ -185,7 +172,7 @@ class _QueryGradient:
         )
 
         def visit(masked, block, d_q):
-            stage = self._stage(block - run[0])
+            stage = stage_of(block - run.begin, self.k)
             plgpu.barrier_wait(self.k_full.at[stage])
             scores = product(self.q.at[group], self.k.at[stage].T)
             weights = jnp.exp2(scores * call.factor - rows(lse, C))
@@ -201,7 +188,7 @@ class _QueryGradient:
             plgpu.barrier_arrive(self.k_empty.at[stage])
             return d_q
 
-        d_q = over_runs(run, visit, filled((R, self.sizes.D), 0))
+        d_q = over_run(run, visit, filled((R, self.sizes.D), 0))
         # In the place of the queries, which only this half has read.
         self.q[group] = (d_q * call.scale).astype(self.q.dtype)
         plgpu.commit_smem()
@@ -226,7 +213,7 @@ def _gradient_of_keys(operands: Operands, call: DocumentCall) -> tuple[jax.Array
         "q_ids": plgpu.SMEM((stages, C), jnp.int32),
         "d_out": swizzled((stages, C, s.E), q.dtype),
         "delta": plgpu.SMEM((stages, C), jnp.float32),
-    } | _barriers(stages, {"q": 3, "d_out": 2})
+    } | ring_barriers(stages, {"q": 3, "d_out": 2})
     runs = runs_of_queries(q_ids, k_ids, C, TILE, call.causal)
     outs = [jax.ShapeDtypeStruct((s.B, s.T, s.G * parts, width), q.dtype) for width in (s.D, s.E)]
     num_blocks = s.B * s.G * parts * (s.T // TILE)
@@ -299,40 +286,27 @@ class _KeyGradient:
             lambda: self._copy(*at), lambda: self._sum(*at), (self.q_empty, self.d_out_empty)
         )
 
-    def _stage(self, step):
-        return lax.rem(step, jnp.int32(self.q.shape[0]))
-
     def _copy(self, batch, part, first, run) -> None:
         kv_head = lax.div(part, jnp.int32(self.parts))
         for half in range(NUM_CONSUMERS):
             keys = pl.ds(first + half * R, R)
-            for source, target in (
-                (self.k_gmem.at[batch, keys, kv_head], self.k),
-                (self.v_gmem.at[batch, keys, kv_head], self.v),
-                (self.k_ids_gmem.at[batch, keys], self.k_ids),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[half], self.own.at[half])
-        C, begin, length = self.q.shape[1], run[0], run[-1] - run[0]
+            k = self.k_gmem.at[batch, keys, kv_head], self.k
+            v = self.v_gmem.at[batch, keys, kv_head], self.v
+            ids = self.k_ids_gmem.at[batch, keys], self.k_ids
+            fill(half, self.own, k, v, ids)
+        C, length = self.q.shape[1], run.end - run.begin
 
         @pl.loop(0, self.heads * length)
         def _(step):
-            head, stage = part * self.heads + lax.div(step, length), self._stage(step)
-            queries = pl.ds((begin + lax.rem(step, length)) * C, C)
-            full = self.q_full.at[stage]
-            take_back(self.q_empty.at[stage])
-            for source, target in (
-                (self.q_gmem.at[batch, queries, head], self.q),
-                (self.lse_gmem.at[batch, head, queries], self.lse),
-                (self.q_ids_gmem.at[batch, queries], self.q_ids),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[stage], full)
-            full = self.d_out_full.at[stage]
-            take_back(self.d_out_empty.at[stage])
-            for source, target in (
-                (self.d_out_gmem.at[batch, queries, head], self.d_out),
-                (self.delta_gmem.at[batch, head, queries], self.delta),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[stage], full)
+            head, stage = part * self.heads + lax.div(step, length), stage_of(step, self.q)
+            queries = pl.ds((run.begin + lax.rem(step, length)) * C, C)
+            q = self.q_gmem.at[batch, queries, head], self.q
+            lse = self.lse_gmem.at[batch, head, queries], self.lse
+            ids = self.q_ids_gmem.at[batch, queries], self.q_ids
+            d_out = self.d_out_gmem.at[batch, queries, head], self.d_out
+            delta = self.delta_gmem.at[batch, head, queries], self.delta
+            refill(stage, self.q_empty, self.q_full, q, lse, ids)
+            refill(stage, self.d_out_empty, self.d_out_full, d_out, delta)
 
     def _sum(self, batch, part, first, run) -> None:
         group, D, E = lax.axis_index(THREAD), self.sizes.D, self.sizes.E
@@ -342,12 +316,11 @@ class _KeyGradient:
 
         def visit(masked, block, carry):
             step, d_k, d_v = carry
-            return step + 1, *self._added(self._stage(step), block, k_ids, first, masked, d_k, d_v)
+            stage = stage_of(step, self.q)
+            return step + 1, *self._added(stage, block, k_ids, first, masked, d_k, d_v)
 
         sums = jnp.int32(0), filled((R, D), 0), filled((R, E), 0)
-        _, d_k, d_v = lax.fori_loop(
-            0, self.heads, lambda _, sums: over_runs(run, visit, sums), sums
-        )
+        _, d_k, d_v = lax.fori_loop(0, self.heads, lambda _, sums: over_run(run, visit, sums), sums)
         # In the place of keys and values, which only this half has read.
         self.k[group] = (d_k * self.call.scale).astype(self.k.dtype)
         self.v[group] = d_v.astype(self.v.dtype)

@@ -24,7 +24,7 @@ def runs_of_keys(
     `num_queries` queries: int32 [B, Q, 4].
 
     Args:
-      q_ids, k_ids: document of each query and key, int32 [B, tokens].
+      q_ids, k_ids: document of each query and key, int32 [B, tokens], whole blocks of them.
       causal: a query sees only keys with an index up to its own.
     """
     return _runs(*_relations(q_ids, k_ids, num_queries, num_keys, causal))
@@ -57,12 +57,13 @@ def _ranges(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Least and greatest id of each block."""
     # Padding, which is 0, comes last: as the least id it would make its block one of all documents.
     ids = jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids)
-    padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
-    blocks = padded.reshape(ids.shape[0], -1, size)
+    blocks = ids.reshape(ids.shape[0], -1, size)
     return blocks.min(-1), blocks.max(-1)
 
 
 def _runs(some: jax.Array, every: jax.Array) -> jax.Array:
+    """Of the blocks all of whose pairs see each other the last unbroken stretch is the plain one;
+    without any the run is masked from begin to end."""
     index = jnp.arange(some.shape[2])
     begin = jnp.argmax(some, axis=2)
     end = jnp.max(jnp.where(some, index + 1, 0), axis=2)

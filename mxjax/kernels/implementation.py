@@ -241,7 +241,7 @@ def varying_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
     return tuple(None if x is None else varying_over(x, axes) for x in arrays)
 
 
-def traced_once(*static: str) -> Callable[[Callable], Callable]:
+def traced_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: calls of a kernel with operands of the same types share one trace, and in one
     program one lowering. A third of a second each, which unrolled layers would pay every time.
 
@@ -249,7 +249,7 @@ def traced_once(*static: str) -> Callable[[Callable], Callable]:
       static: names of the arguments that are no arrays; their values must have a hash.
     """
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
         @partial(jax.jit, static_argnames=("_traced_for", *static))
@@ -257,9 +257,10 @@ def traced_once(*static: str) -> Callable[[Callable], Callable]:
             return function(**arguments)
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             # What a trace depends on besides its arguments.
-            traced_for = plans.get(), _interpreted.get(), device_kind(), num_multiprocessors()
+            cores = num_multiprocessors() if mosaic_obstacle() is None else None
+            traced_for = plans.get(), _interpreted.get(), device_kind(), cores
             arguments = signature.bind(*args, **kwargs).arguments
             return shared(_traced_for=traced_for, **arguments)
 

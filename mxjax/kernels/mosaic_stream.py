@@ -102,7 +102,8 @@ class TileBlocks:
     """Columns of a tile: 128 or 256."""
     stages: int = 2
     """Tiles in flight. 0: none, each thread block loads one tile of `rows` (also 1) by `columns`
-    (at most; also more than 256) into registers, and there are as many thread blocks as tiles."""
+    (at most; also more than 256) into registers, and there are as many thread blocks as tiles. Sums
+    over rows, a seed and odd widths need stages: there the defaults of all sizes are taken."""
     per_multiprocessor: int = 4
     """Thread blocks that share a multiprocessor; without stages the GPU decides."""
 
@@ -113,7 +114,10 @@ class TileBlocks:
     def __post_init__(self):
         if self.in_registers:
             if self.columns % WARPGROUP or self.rows < 1:
-                raise ValueError(f"without stages columns are a multiple of {WARPGROUP}: {self}")
+                raise ValueError(
+                    f"without stages tiles have 1, 2, ... rows and {WARPGROUP}, {2 * WARPGROUP}, "
+                    f"... columns, not {self}"
+                )
             return
         if self.rows < 2 or self.rows % UNROLLED or self.columns not in (128, 256):
             raise ValueError(f"tiles have 2, 4, 6, ... rows and 128 or 256 columns, not {self}")

@@ -25,6 +25,7 @@ from mxjax.data.loader import BatchLoader
 from mxjax.moe.buckets import BucketChooser
 from mxjax.pipeline.configure import costs
 from mxjax.sharding.mesh import AXES
+from mxjax.training.attention_note import attention_note
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
 from mxjax.training.flops import parameter_counts
 from mxjax.training.layer_costs import with_costs
@@ -366,6 +367,7 @@ class Trainer:
         count = parameter_counts(config.model, config.moe).total
         devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
         say(f"mxjax {mxjax.__version__}: {count:,} parameters on {', '.join([devices, *split])}")
+        say(f"attention: {attention_note(config, mesh)}")
         say(f"data: {self.data.train.describe()}")
         if mesh.shape["pp"] > 1:
             found = costs(config)

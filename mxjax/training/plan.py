@@ -192,7 +192,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, target: Target | None =
 
 
 def _attention_by_shapes(target: Target | None) -> contextlib.AbstractContextManager[None]:
-    """Of cuDNN's attention, what is traced has no operations that could be counted."""
+    """Of attention's kernels, what is traced has no operations that could be counted."""
     on_gpus = target is not None or jax.default_backend() == "gpu"
     return always_tiled() if on_gpus else contextlib.nullcontext()
 

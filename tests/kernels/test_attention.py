@@ -189,3 +189,9 @@ def test_plans_keep_of_attention_what_the_policy_keeps_of_cudnns_results(planned
         residuals = residuals_of(attention, q, k, v)
     made = sorted((math.prod(r.shape), r.dtype.name) for r in residuals if r.argument is None)
     assert made == ([(B * 64 * N, "float32"), (B * 64 * N * 16, "bfloat16")] if kept else [])
+
+
+def test_an_implementation_that_does_not_exist_is_an_error():
+    q, k, v, _ = sample(groups=2)
+    with pytest.raises(ImplementationError, match="flash is none of auto, cudnn, mosaic, xla"):
+        causal_attention(q, k, v, implementation="flash")

@@ -299,12 +299,16 @@ def test_gradients_of_what_all_ranks_hold_alike_are_summed(hopper):
 
 def test_auto_takes_the_kernels_for_documents_and_where_bits_must_not_change(hopper):
     """Else cuDNN, where that is."""
-    choose = partial(choose_attention, "auto", *types(), dropout=False)
-    assert choose(documents=True) == "mosaic"
-    assert choose(documents=False, deterministic=True) == "mosaic"
-    assert choose(documents=False) == "xla", "no cuDNN here"
+
+    def choose(documents, deterministic=False):
+        flags = {"documents": documents, "dropout": False, "deterministic": deterministic}
+        return choose_attention("auto", *types(), **flags)
+
+    assert choose(documents=True) == ("mosaic", {})
+    assert choose(documents=False, deterministic=True) == ("mosaic", {})
+    assert choose(documents=False) == ("xla", {"cudnn": "no NVIDIA GPU"})
     with stand_in():
-        assert choose(documents=False) == "cudnn"
+        assert choose(documents=False) == ("cudnn", {})
     names = [
         name for name, _ in kernels_of(partial(both, attention=causal_attention), *types(), IDS)
     ]
@@ -317,7 +321,7 @@ def test_auto_takes_the_kernels_for_documents_and_where_bits_must_not_change(hop
     [
         (types(dtype=jnp.float32), "computes in bfloat16, not float32"),
         (types(dtype=jnp.float16), "computes in bfloat16, not float16"),
-        (types(tokens=192), "192 tokens are no multiple of 128"),
+        (types(tokens=192), "of 192 tokens is no multiple of 128"),
         (types(key_width=96), "heads of width 96 and 64: it takes multiples of 64"),
         (types(value_width=96), "heads of width 128 and 96: it takes multiples of 64"),
         (types(key_width=256), "heads of width 256 and 64: .* up to 192"),
@@ -343,7 +347,9 @@ def test_what_the_kernels_cannot_run(hopper, arrays, message):
 
 def test_dropout_is_not_for_the_kernels(hopper):
     dropping = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
-    with pytest.raises(ImplementationError, match="mosaic cannot run here: attention dropout"):
+    with pytest.raises(
+        ImplementationError, match="mosaic cannot run here: it applies no attention dropout"
+    ):
         jax.eval_shape(partial(named, **dropping), *types())
     auto = partial(causal_attention, **dropping)
     assert not kernels_of(partial(both, attention=auto), *types(), IDS)

@@ -146,7 +146,7 @@ def test_only_what_has_a_choice_is_tuned(monkeypatch, tmp_path, capsys):
     assert command.main(["tune", "--small", *out]) == 0
     assert [case.name for case in seen] == [case.name for case in CASES if case.blocks]
     assert command.main(["tune", "--small", "--op", "linear_cross_entropy", *out]) == 2
-    assert "nothing to choose between" in capsys.readouterr().err
+    assert "no block sizes to choose between" in capsys.readouterr().err
 
 
 def test_attention_is_measured_with_documents_and_without(tmp_path):
@@ -158,12 +158,12 @@ def test_attention_is_measured_with_documents_and_without(tmp_path):
     assert [(row["case"], row["by"], row["work"]) for row in rows] == [
         (f"{kind} {sizes}", "xla", work)
         for kind, sizes in (
-            ("causal", "GQA B2 S64"),
-            ("causal", "GQA B4 S32"),
-            ("documents", "GQA B2 S64"),
-            ("one document", "GQA B2 S64"),
-            ("causal", "MLA B4 S32"),
-            ("documents", "MLA B4 S32"),
+            ("causal", "GQA B2 S256"),
+            ("causal", "GQA B4 S128"),
+            ("documents", "GQA B2 S256"),
+            ("one document", "GQA B2 S256"),
+            ("causal", "MLA B4 S128"),
+            ("documents", "MLA B4 S128"),
         )
         for work in (measure.FORWARD, measure.BOTH)
     ]

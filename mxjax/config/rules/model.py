@@ -56,13 +56,31 @@ def head_dim_fits_attention(c: Config) -> Findings:
             f"gives heads of width {dim}, and cudnn needs a multiple of 8 up to 256; change it or "
             "set model.attention_implementation to auto",
         )
-    values = dim if c.model.mla is None else c.model.mla.v_head_dim
-    wide = dim > 192 or values > 128
-    if c.model.attention_implementation == "mosaic" and (dim % 64 or values % 64 or wide):
+    # Without MLA values are as wide as keys.
+    widest = 128 if c.model.mla is None else 192
+    if c.model.attention_implementation == "mosaic" and (dim % 64 or dim > widest):
         yield (
             path,
-            f"gives heads of width {dim} (values: {values}), and mosaic needs multiples of 64, up "
-            "to 192 (values: 128); change it or set model.attention_implementation to auto",
+            f"gives heads of width {dim}, and mosaic needs a multiple of 64 up to {widest}; change "
+            "it or set model.attention_implementation to auto",
+        )
+
+
+@rule
+def value_width_fits_attention(c: Config) -> Findings:
+    if c.model.mla is None:
+        return
+    path, width, keys = "model.mla.v_head_dim", c.model.mla.v_head_dim, c.model.mla.qk_head_dim
+    if c.model.attention_implementation == "mosaic" and (width % 64 or width > 128):
+        yield (
+            path,
+            "must be 64 or 128 for mosaic; change it or set model.attention_implementation to auto",
+        )
+    if c.model.attention_implementation == "cudnn" and width > keys:
+        yield (
+            path,
+            f"must be up to the width of keys ({keys}) for cudnn; change it or set "
+            "model.attention_implementation to auto",
         )
 
 
@@ -140,10 +158,12 @@ def attention_kernel_can_run(c: Config) -> Findings:
         yield path, "needs a GPU; set parallel.cpu_devices to 0, or use auto or xla"
     # A rank of context parallelism has two chunks, which attend by themselves.
     chunks = 1 if c.parallel.cp == 1 else 2 * c.parallel.cp
-    if c.model.attention_implementation == "mosaic" and c.training.seq_length % (128 * chunks):
+    named = c.model.attention_implementation
+    unit = 128 if named == "mosaic" else 2 if c.data.document_mask else 1
+    if c.training.seq_length % (unit * chunks):
         yield (
             "training.seq_length",
-            f"must be a multiple of {128 * chunks} for model.attention_implementation mosaic"
+            f"must be a multiple of {unit * chunks} for model.attention_implementation {named}"
             f"{' with parallel.cp' if chunks > 1 else ''}; change it, or use auto",
         )
 

@@ -88,7 +88,9 @@ TILES = tuple(
         *((8, 2, 6), (8, 4, 4), (16, 2, 4), (16, 3, 3)),
         *((16, 4, 2), (32, 2, 2), (32, 2, 3), (32, 3, 2)),
     )
-) + tuple(TileBlocks(rows=1, columns=columns, stages=0) for columns in (512, 1024, 2048))
+)
+IN_REGISTERS = tuple(TileBlocks(rows=1, columns=columns, stages=0) for columns in (512, 1024, 2048))
+"""For ops without sums over rows and without a seed."""
 ROWS = tuple(
     RowBlocks(rows=rows, stages=stages, per_multiprocessor=blocks)
     for rows, stages, blocks in ((0, 0, 2), (0, 2, 2), (0, 2, 3), (0, 0, 4))
@@ -138,7 +140,7 @@ def _tile_case(op, name, run, shapes, forward: int, backward: int) -> Case:
         _moved(rows * width, forward),
         _moved(rows * width, forward + backward),
         implementations=("xla", "mosaic") if op == "gelu" else ("xla", "mosaic", "triton"),
-        blocks=TILES,
+        blocks=TILES + IN_REGISTERS if name.startswith("SwiGLU") else TILES,
         differentiable=_without_residual(len(shapes)) if op == "bias_dropout_add" else (),
         peer=peer,
         peer_sizes=(rows, width),
