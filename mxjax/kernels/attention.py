@@ -18,6 +18,7 @@ from mxjax.kernels.attention_block import (
     RESULTS,
     BlockOptions,
     SegmentIds,
+    check_shapes,
     document_ids,
     document_mask,
     grouped,
@@ -80,8 +81,11 @@ def causal_attention(
         run to run.
 
     Raises:
+      ValueError: shapes do not fit each other.
       ImplementationError: an implementation was named that cannot run this call.
     """
+    check_shapes(q_BSND, k_BSGD, v_BSGE, _pair(segment_ids_BS))
+    scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     has_dropout = dropout_rate > 0 and dropout_key is not None
     chosen = choose_attention(
         implementation,
@@ -90,9 +94,9 @@ def causal_attention(
         v_BSGE,
         documents=segment_ids_BS is not None,
         dropout=has_dropout,
+        scale=scale,
         deterministic=deterministic,
     ).implementation
-    scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     rate, key = (dropout_rate, dropout_key) if has_dropout else (0.0, None)
     if chosen != "xla" and plans.get() != "shapes":
         operands = varying_alike(q_BSND, k_BSGD, v_BSGE, segment_ids_BS)

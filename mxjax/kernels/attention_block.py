@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.kernels.attention_choice import Implementation, choose_attention
 from mxjax.kernels.attention_cudnn import CudnnCall, cudnn_forward, cudnn_gradient, sees_nothing
-from mxjax.kernels.attention_mosaic import MASKED, DocumentCall
+from mxjax.kernels.attention_mosaic import LOG2_E, MASKED, DocumentCall
 from mxjax.kernels.attention_mosaic_forward import document_attention
 from mxjax.kernels.attention_mosaic_gradient import document_attention_gradient
 from mxjax.kernels.dropout import dropout
@@ -77,11 +77,13 @@ def attention_block(
     Raises:
       ImplementationError: the implementation was named and cannot run this.
     """
+    check_shapes(q_BQND, k_BKGD, v_BKGE, segment_ids)
     chosen = _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options)
     if chosen == "mosaic":
         ids = document_ids(segment_ids, q_BQND, k_BKGD)
         call = DocumentCall.of(q_BQND, options.scale, causal)
-        out, lse = document_attention(q_BQND, k_BKGD, v_BKGE, *ids, call)
+        out, lse2 = document_attention(q_BQND, k_BKGD, v_BKGE, *ids, call)
+        lse = jnp.where(lse2 == MASKED, MASKED, lse2 / LOG2_E)
         return out.astype(jnp.float32), lse
     tile = _tile_rows(q_BQND.shape[1])
     q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
@@ -118,17 +120,21 @@ def attention_block_gradient(
       d_out_BQNE: gradient of `out_BQNE`.
       The rest as it was given to `attention_block`.
     """
+    check_shapes(q_BQND, k_BKGD, v_BKGE, segment_ids)
     chosen = _choose(q_BQND, k_BKGD, v_BKGE, segment_ids, options)
-    results = out_BQNE, lse_BNQ, d_out_BQNE
     if chosen == "mosaic":
         ids = document_ids(segment_ids, q_BQND, k_BKGD)
-        call = DocumentCall.of(q_BQND, options.scale, causal)
+        call, results = (
+            DocumentCall.of(q_BQND, options.scale, causal),
+            (out_BQNE, lse_BNQ * LOG2_E, d_out_BQNE),
+        )
         grads = document_attention_gradient(q_BQND, k_BKGD, v_BKGE, *ids, results, call)
         return tuple(x.astype(jnp.float32) for x in grads)
     tile = _tile_rows(q_BQND.shape[1])
     q_BQND, segment_ids, indices = _tied(q_BQND, segment_ids, q_BQND.shape[1] // tile)
     if chosen == "cudnn":
         call = CudnnCall(options.scale, causal)
+        results = out_BQNE, lse_BNQ, d_out_BQNE
         grads = cudnn_gradient(q_BQND, k_BKGD, v_BKGE, document_mask(segment_ids), results, call)
         return tuple(x.astype(jnp.float32) for x in grads)
 
@@ -301,6 +307,23 @@ def _xla_gradient(q_BQND, k_BKGD, v_BKGE, mask_BQK, key, results, options: Block
 # Kernels
 
 
+def check_shapes(
+    q_BQND: jax.Array, k_BKGD: jax.Array, v_BKGE: jax.Array, segment_ids: SegmentIds | None
+) -> None:
+    """Kernels read memory by sizes of some of their operands.
+
+    Raises:
+      ValueError: shapes do not fit each other.
+    """
+    (B, Q, N, D), (_, K, G, _) = q_BQND.shape, k_BKGD.shape
+    fits = k_BKGD.shape == (B, K, G, D) and v_BKGE.shape[:3] == (B, K, G) and N % G == 0
+    if segment_ids is not None:
+        fits = fits and tuple(ids.shape for ids in segment_ids) == ((B, Q), (B, K))
+    if not fits:
+        shapes = [x.shape for x in (q_BQND, k_BKGD, v_BKGE, *(segment_ids or ()))]
+        raise ValueError(f"attention: queries, keys, values and ids do not fit together: {shapes}")
+
+
 def _choose(
     q_BQND, k_BKGD, v_BKGE, segment_ids, options: BlockOptions
 ) -> Literal["cudnn", "mosaic", "xla"]:
@@ -311,6 +334,7 @@ def _choose(
         v_BKGE,
         documents=segment_ids is not None,
         dropout=options.dropout_rate > 0,
+        scale=options.scale,
         deterministic=options.deterministic,
     )
     # In plans that form takes the place of every kernel.
@@ -320,9 +344,9 @@ def _choose(
 def document_ids(
     segment_ids: SegmentIds | None, q_BQND: jax.Array, k_BKGD: jax.Array
 ) -> SegmentIds:
-    """As kernels take them: without segments all is one."""
+    """As kernels take them, int32: without segments all is one."""
     if segment_ids is not None:
-        return segment_ids
+        return tuple(ids.astype(jnp.int32) for ids in segment_ids)
     return tuple(jnp.zeros(x.shape[:2], jnp.int32) for x in (q_BQND, k_BKGD))
 
 

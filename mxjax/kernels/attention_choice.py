@@ -37,6 +37,7 @@ def choose_attention(
     *,
     documents: bool,
     dropout: bool,
+    scale: float,
     deterministic: bool,
 ) -> AttentionChoice:
     """What runs this call, here or where it is planned for.
@@ -44,6 +45,7 @@ def choose_attention(
     Args:
       documents: there are segment ids.
       dropout: of probabilities.
+      scale: of the scores.
       deterministic: `auto` leaves out cuDNN, whose backward pass adds in no fixed order.
 
     Raises:
@@ -56,7 +58,7 @@ def choose_attention(
         )
     arrays, obstacles = (q_BQND, k_BKGD, v_BKGE), {}
     if named == "mosaic" or (named == "auto" and (documents or deterministic)):
-        obstacles["mosaic"] = mosaic_attention_obstacle(*arrays, dropout=dropout)
+        obstacles["mosaic"] = mosaic_attention_obstacle(*arrays, dropout=dropout, scale=scale)
     if named == "cudnn" or (named == "auto" and not deterministic):
         obstacles["cudnn"] = cudnn_obstacle(*arrays, documents=documents, dropout=dropout)
     passed = {}

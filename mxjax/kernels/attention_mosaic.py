@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -102,12 +103,15 @@ class Sizes:
 
 
 def mosaic_attention_obstacle(
-    q_BSND: jax.Array, k_BTGD: jax.Array, v_BTGE: jax.Array, *, dropout: bool
+    q_BSND: jax.Array, k_BTGD: jax.Array, v_BTGE: jax.Array, *, dropout: bool, scale: float
 ) -> str | None:
     """Why the kernels cannot compute this attention; None: they can."""
     s = Sizes.of(q_BSND, k_BTGD, v_BTGE)
-    if q_BSND.dtype != jnp.bfloat16:
-        return f"it computes in bfloat16, not {q_BSND.dtype}"
+    for dtype in (x.dtype for x in (q_BSND, k_BTGD, v_BTGE)):
+        if dtype != jnp.bfloat16:
+            return f"it computes in bfloat16, not {dtype}"
+    if not isinstance(scale, Real) or scale <= 0:
+        return f"it takes a positive number as scale, not {scale}"
     for length in (s.S, s.T):
         if length % TILE:
             return f"a sequence, or a block of it, of {length} tokens is no multiple of {TILE}"

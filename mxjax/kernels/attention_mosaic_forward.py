@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.attention_mosaic import (
     COLUMN,
-    LOG2_E,
     MASKED,
     ROW,
     TILE,
@@ -57,7 +56,8 @@ def document_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, S, N, E] and log-sum-exp [B, N, S] fp32 of attention to keys with the query's id.
 
-    A query that sees nothing has the output 0 and the log-sum-exp `MASKED`.
+    The logarithm is to base 2, as the gradient wants it: to base e and back it would be rounded
+    twice. A query that sees nothing has the output 0 and the log-sum-exp `MASKED`.
     """
     s, dtype = Sizes.of(q_BSND, k_BTGD, v_BTGE), q_BSND.dtype
     C, stages = call.blocks.keys, call.blocks.stages
@@ -89,6 +89,10 @@ def document_attention(
     operands = runs, q_ids_BS, k_ids_BT, q_BSND, k_BTGD, v_BTGE
     num_blocks = min(num_multiprocessors(), num_tiles)
     return launch(document_attention_kernel, outs, num_blocks, scratch, *operands)
+
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Where the maximum of scores begins: -inf less -inf would be no number."""
 
 
 class _Tile(NamedTuple):
@@ -211,7 +215,7 @@ class _Forward:
             return step + 1, *self._added(stage, scores, *sums)
 
         E = self.sizes.E
-        sums = filled((R, E), 0), filled((R,), MASKED, ROW), filled((R,), 0, ROW)
+        sums = filled((R, E), 0), filled((R,), LOWEST, ROW), filled((R,), 0, ROW)
         step, *sums = over_run(run, visit, (step, *sums))
 
         @pl.when(run.begin == run.end)
@@ -262,7 +266,7 @@ class _Forward:
         divisor = jnp.where(something, total, 1.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.out[group] = (out / rows(divisor, self.sizes.E)).astype(self.out.dtype)
-        self.lse[group] = jnp.where(something, (top + jnp.log2(divisor)) / LOG2_E, MASKED)
+        self.lse[group] = jnp.where(something, top + jnp.log2(divisor), MASKED)
         plgpu.commit_smem()
         target = self.out_gmem.at[tile.batch, queries, tile.head]
         plgpu.copy_smem_to_gmem(self.out.at[group], target)

@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.attention_mosaic import (
     COLUMN,
-    LOG2_E,
     ROW,
     TILE,
     DocumentCall,
@@ -64,14 +63,14 @@ def document_attention_gradient(
     """Gradients of q, k and v in their dtype.
 
     Args:
-      results: output and log-sum-exp of the whole rows, of which these keys may be a part, and the
-        gradient of the output.
+      results: output and log-sum-exp (to base 2) of the whole rows, of which these keys may be a
+        part, and the gradient of the output.
     """
     out, lse_BNS, d_out = results
     delta_BNS = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).swapaxes(1, 2)
     d_out = d_out.astype(q_BSND.dtype)
     ids = q_ids_BS, k_ids_BT
-    operands = q_BSND, k_BTGD, v_BTGE, *ids, d_out, lse_BNS * LOG2_E, delta_BNS
+    operands = q_BSND, k_BTGD, v_BTGE, *ids, d_out, lse_BNS, delta_BNS
     return _gradient_of_queries(operands, call), *_gradient_of_keys(operands, call)
 
 

@@ -43,8 +43,11 @@ def _relations(q_ids, k_ids, num_queries: int, num_keys: int, causal: bool):
     be too many: it goes by the least and the greatest id."""
     q_low, q_high = (x[:, :, None] for x in _ranges(q_ids, num_queries))
     k_low, k_high = (x[:, None] for x in _ranges(k_ids, num_keys))
-    some = (q_low <= k_high) & (k_low <= q_high)
     every = (q_low == k_high) & (k_low == q_high)
+    # Padding, which is 0, comes last: as the least id it would make its block one of all documents.
+    q_low, q_high = (x[:, :, None] for x in _ranges(_padding_last(q_ids), num_queries))
+    k_low, k_high = (x[:, None] for x in _ranges(_padding_last(k_ids), num_keys))
+    some = (q_low <= k_high) & (k_low <= q_high)
     if causal:
         first_query = jnp.arange(some.shape[1])[:, None] * num_queries
         first_key = jnp.arange(some.shape[2]) * num_keys
@@ -53,10 +56,12 @@ def _relations(q_ids, k_ids, num_queries: int, num_keys: int, causal: bool):
     return some, every
 
 
+def _padding_last(ids: jax.Array) -> jax.Array:
+    return jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids)
+
+
 def _ranges(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Least and greatest id of each block."""
-    # Padding, which is 0, comes last: as the least id it would make its block one of all documents.
-    ids = jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids)
     blocks = ids.reshape(ids.shape[0], -1, size)
     return blocks.min(-1), blocks.max(-1)
 

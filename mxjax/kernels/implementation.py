@@ -243,7 +243,8 @@ def varying_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
 
 def traced_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: calls of a kernel with operands of the same types share one trace, and in one
-    program one lowering. A third of a second each, which unrolled layers would pay every time.
+    program one lowering (but in pipelines, which inline them). A third of a second each, which
+    unrolled layers would pay every time.
 
     Args:
       static: names of the arguments that are no arrays; their values must have a hash.

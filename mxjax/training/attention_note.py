@@ -27,6 +27,7 @@ def attention_note(config: Config, mesh: Mesh | AbstractMesh) -> str:
             *(q, q, v),
             documents=documents,
             dropout=model.attention_dropout > 0,
+            scale=1.0,
             deterministic=config.training.deterministic,
         )
     mask = ", with a dense document mask" if documents and chosen != "mosaic" else ""

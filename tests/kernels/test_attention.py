@@ -195,3 +195,21 @@ def test_an_implementation_that_does_not_exist_is_an_error():
     q, k, v, _ = sample(groups=2)
     with pytest.raises(ImplementationError, match="flash is none of auto, cudnn, mosaic, xla"):
         causal_attention(q, k, v, implementation="flash")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values", "ids"),
+    [
+        ((1, 8, 3, 8), (1, 8, 2, 8), (1, 8, 2, 8), None),
+        ((1, 8, 4, 8), (1, 8, 2, 8), (1, 4, 2, 8), None),
+        ((2, 8, 4, 8), (1, 8, 2, 8), (1, 8, 2, 8), None),
+        ((1, 8, 4, 8), (1, 8, 2, 8), (1, 8, 2, 8), (1, 4)),
+    ],
+    ids=["heads", "values", "batch", "ids"],
+)
+def test_shapes_that_do_not_fit_are_an_error(queries, keys, values, ids):
+    """Whatever would run: kernels would read what is not theirs."""
+    arrays = (jnp.zeros(shape) for shape in (queries, keys, values))
+    segments = None if ids is None else jnp.zeros(ids, jnp.int32)
+    with pytest.raises(ValueError, match="do not fit together"):
+        causal_attention(*arrays, segment_ids_BS=segments)

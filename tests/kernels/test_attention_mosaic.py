@@ -302,6 +302,7 @@ def test_auto_takes_the_kernels_for_documents_and_where_bits_must_not_change(hop
 
     def choose(documents, deterministic=False):
         flags = {"documents": documents, "dropout": False, "deterministic": deterministic}
+        flags["scale"] = 1.0
         return choose_attention("auto", *types(), **flags)
 
     assert choose(documents=True) == ("mosaic", {})
@@ -355,6 +356,21 @@ def test_dropout_is_not_for_the_kernels(hopper):
     assert not kernels_of(partial(both, attention=auto), *types(), IDS)
     # Nothing is dropped without a key.
     assert kernels_of(partial(named, dropout_rate=0.1), *types())
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_a_scale_that_is_not_positive_is_not_for_the_kernels(hopper, scale):
+    """The largest score would not be the largest scaled one."""
+    with pytest.raises(ImplementationError, match=f"a positive number as scale, not {scale}"):
+        jax.eval_shape(partial(named, scale=scale), *types())
+    auto = partial(causal_attention, scale=scale)
+    assert not kernels_of(partial(both, attention=auto), *types(), IDS)
+
+
+def test_keys_of_another_dtype_are_not_for_the_kernels(hopper):
+    q, _, v = types()
+    with pytest.raises(ImplementationError, match="computes in bfloat16, not float32"):
+        jax.eval_shape(named, q, types(dtype=jnp.float32)[1], v)
 
 
 def test_other_devices_are_not_for_the_kernels():

@@ -106,3 +106,10 @@ def test_nothing_to_see_is_an_empty_run(sizes, causal):
         begin, plain_begin, plain_end, end = np.moveaxis(runs(q_ids, k_ids, *sizes, causal), -1, 0)
         for stop in (plain_begin, plain_end, end):
             np.testing.assert_array_equal(begin, stop)
+
+
+def test_the_largest_id_there_is_and_padding_are_apart():
+    """Padding counts as the last document; it is not the document with the last id."""
+    ids = np.repeat([[2**31 - 1, 0]], 128, axis=1).astype(np.int32)
+    for run, some, every in runs_and_pairs(ids, ids, (128, 128), True):
+        assert_right(run, some, every)
