@@ -74,6 +74,23 @@ def document_attention_gradient(
     return _gradient_of_queries(operands, call), *_gradient_of_keys(operands, call)
 
 
+@dataclass(frozen=True)
+class _Operands:
+    """What both kernels read, in GMEM."""
+
+    sizes: Sizes
+    call: DocumentCall
+    runs_gmem: Any
+    q_gmem: Any
+    k_gmem: Any
+    v_gmem: Any
+    q_ids_gmem: Any
+    k_ids_gmem: Any
+    d_out_gmem: Any
+    lse_gmem: Any
+    delta_gmem: Any
+
+
 def _gradient_of_queries(operands: Operands, call: DocumentCall) -> jax.Array:
     q, k, v, q_ids, k_ids, *_ = operands
     s, C, stages = Sizes.of(q, k, v), call.blocks.d_q_keys, call.blocks.d_q_stages
@@ -99,21 +116,10 @@ def _gradient_of_queries(operands: Operands, call: DocumentCall) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _QueryGradient:
+class _QueryGradient(_Operands):
     """The kernel: a tile of queries, and a ring of keys and values. Arrays in GMEM, then buffers
     and barriers in shared memory."""
 
-    sizes: Sizes
-    call: DocumentCall
-    runs_gmem: Any
-    q_gmem: Any
-    k_gmem: Any
-    v_gmem: Any
-    q_ids_gmem: Any
-    k_ids_gmem: Any
-    d_out_gmem: Any
-    lse_gmem: Any
-    delta_gmem: Any
     d_q_gmem: Any
     q: Any
     d_out: Any
@@ -200,7 +206,7 @@ def _gradient_of_keys(operands: Operands, call: DocumentCall) -> tuple[jax.Array
     parts = _parts_of_a_group(s.B * s.G * (s.T // TILE), s.N // s.G)
 
     def attention_key_gradient_kernel(*refs, **scratch):
-        _KeyGradient(s, call, parts, *refs, **scratch).run()
+        _KeyGradient(s, call, *refs, **scratch, parts=parts).run()
 
     scratch = {
         "k": swizzled((NUM_CONSUMERS, R, s.D), q.dtype),
@@ -236,24 +242,11 @@ def _sum_of_parts(x_BTPD: jax.Array, parts: int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _KeyGradient:
+class _KeyGradient(_Operands):
     """The kernel: a tile of keys and values, and a ring of queries, of one head after the other.
     Scores are the other way round: a row for each key. Arrays in GMEM, then buffers and barriers in
     shared memory."""
 
-    sizes: Sizes
-    call: DocumentCall
-    parts: int
-    """Sums that the query heads of a key head are split into."""
-    runs_gmem: Any
-    q_gmem: Any
-    k_gmem: Any
-    v_gmem: Any
-    q_ids_gmem: Any
-    k_ids_gmem: Any
-    d_out_gmem: Any
-    lse_gmem: Any
-    delta_gmem: Any
     d_k_gmem: Any
     d_v_gmem: Any
     k: Any
@@ -269,6 +262,8 @@ class _KeyGradient:
     q_empty: Any
     d_out_full: Any
     d_out_empty: Any
+    parts: int
+    """Sums that the query heads of a key head are split into."""
 
     @property
     def heads(self) -> int:

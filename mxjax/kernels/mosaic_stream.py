@@ -149,7 +149,7 @@ def map_tiles(
     Args:
       function: (one fp32 value per input branch, one per row of `bias`, then with a `seed` its two
         words and each element's index t * F + f as uint32) -> (one value per output branch, one
-        value per sum), all of one shape.
+        value per sum), all of one shape. No closure: calls with the same function share a trace.
       inputs: [T, branches, F] each, of one dtype.
       out_branches: each output is [T, so many, F].
       bias: [rows, F], the same for all T.

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.implementation import mosaic_kernel, traced_once
+from mxjax.kernels.mosaic_stream import largest_divisor
 
 WARPGROUP = 128
 """Threads; a row must have a multiple of so many columns."""
@@ -49,10 +50,7 @@ def _launch(body, num_blocks: int, out, *operands):
 def _slices(width: int, at_most: int, dtype) -> list:
     """A row in equal slices that a warpgroup holds in registers, as wide loads as there are."""
     unit = math.gcd(width, WARPGROUP * VECTOR_BYTES // jnp.dtype(dtype).itemsize)
-    number = width // unit
-    units = max(
-        n for n in range(1, number + 1) if number % n == 0 and (n == 1 or n * unit <= at_most)
-    )
+    units = largest_divisor(width // unit, at_most // unit)
     return [pl.ds(start, units * unit) for start in range(0, width, units * unit)]
 
 
