@@ -67,6 +67,11 @@ class ParallelConfig:
     """Run each process on this many virtual CPU devices instead of the real ones; 0: the real
     ones."""
 
+    @property
+    def sequence_chunks(self) -> int:
+        """Parts of a sequence that attend by themselves: two for each rank of `cp`."""
+        return 2 * self.cp if self.cp > 1 else 1
+
 
 @component
 class PipelineConfig:

@@ -13,9 +13,8 @@ from mxjax.kernels.attention_choice import choose_attention
 def attention_note(config: Config, mesh: Mesh | AbstractMesh) -> str:
     """Such as `cudnn, with a dense document mask (mosaic: ...)`: the implementation, and why it is
     none that `auto` likes better."""
-    model, cp = config.model, config.parallel.cp
-    # A rank of context parallelism has two chunks, which attend by themselves.
-    length = config.training.seq_length // (1 if cp == 1 else 2 * cp)
+    model = config.model
+    length = config.training.seq_length // config.parallel.sequence_chunks
     q, v = (
         jax.ShapeDtypeStruct((1, length, 1, width), jnp.dtype(config.training.compute_dtype))
         for width in (model.attention_head_dim, model.value_head_dim)

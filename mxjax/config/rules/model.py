@@ -156,8 +156,7 @@ def attention_kernel_can_run(c: Config) -> Findings:
         yield path, "cannot apply model.attention_dropout; set that to 0, or use auto or xla"
     if c.parallel.cpu_devices:
         yield path, "needs a GPU; set parallel.cpu_devices to 0, or use auto or xla"
-    # A rank of context parallelism has two chunks, which attend by themselves.
-    chunks = 1 if c.parallel.cp == 1 else 2 * c.parallel.cp
+    chunks = c.parallel.sequence_chunks
     named = c.model.attention_implementation
     unit = 128 if named == "mosaic" else 2 if c.data.document_mask else 1
     if c.training.seq_length % (unit * chunks):

@@ -103,7 +103,7 @@ def axes_divide_sequence(c: Config) -> Findings:
             yield path, f"{message}, or set parallel.sequence_parallel to false"
         return
     # Two chunks for each cp rank, and an equal part of them for each sp and tp rank.
-    parts = math.lcm(2 * cp if cp > 1 else 1, cp * sp * tp)
+    parts = math.lcm(c.parallel.sequence_chunks, cp * sp * tp)
     if length % parts:
         yield (
             "training.seq_length",
