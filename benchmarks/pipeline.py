@@ -1,10 +1,11 @@
-"""Step time of pipeline schedules on two GPUs, over the time of the same work without a pipeline.
+"""Step time of pipeline schedules of two stages, over the time of the same work without a pipeline.
 
-    python benchmarks/pipeline.py [--model llama|moe] [--schedules 1f1b,zbh1,...] [--layers 4]
-        [--microbatches 16] [--seq-length 4096] [--steps 5] [--scan] [--json out.json]
+    python benchmarks/pipeline.py [--model llama|moe] [--ep 1] [--schedules 1f1b,zbh1,...]
+        [--layers 4] [--microbatches 16] [--seq-length 4096] [--steps 5] [--scan] [--stagewise]
+        [--json out.json] [--profile folder]
 
 Ideal is one GPU, the slower of the two, with half of the layers that accumulates gradients over the
-same microbatches. The
+same microbatches. With `--ep 2` each stage, and ideal, has two GPUs that share the experts. The
 vocabulary is small, so that embedding and head cost next to nothing on either side. F, B, W and BW
 of one rank's layers are measured alone; from them come two predictions: dependencies alone, and
 ranks in step as the tick table has them. Times are medians, loss and gradients only.
@@ -20,10 +21,12 @@ import json
 import math
 import statistics
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from pipeline_profile import profile
 
 from mxjax.config.schema import (
     Config,
@@ -81,10 +84,10 @@ def configuration(args, num_layers: int, **changes) -> Config:
         model=model,
         moe=moe,
         data=DataConfig(document_mask=False),
-        parallel=ParallelConfig(dp=1, zero_stage=0),
+        parallel=ParallelConfig(dp=1, ep=args.ep, zero_stage=0),
         training=TrainingConfig(
             seq_length=args.seq_length,
-            global_batch_size=args.microbatches,
+            global_batch_size=args.microbatches * args.ep,
             num_microbatches=args.microbatches,
             scan_layers=args.scan,
         ),
@@ -94,9 +97,9 @@ def configuration(args, num_layers: int, **changes) -> Config:
 
 def arrays(config: Config, objective):
     """Weights that are the same for the same model, and a batch."""
+    alone = ParallelConfig(dp=1)
     whole = build_objective(
-        dataclasses.replace(config, parallel=ParallelConfig(dp=1)),
-        build_mesh(ParallelConfig(dp=1), jax.devices()[:1]),
+        dataclasses.replace(config, parallel=alone), build_mesh(alone, jax.devices()[:1])
     )
 
     def initial(key):
@@ -116,7 +119,8 @@ def arrays(config: Config, objective):
     params = jax.jit(initial, out_shardings=shardings)(jax.random.key(0))
     rng = np.random.default_rng(0)
     training = config.training
-    shape = (training.num_microbatches, 1, training.seq_length)
+    rows = training.global_batch_size // training.num_microbatches
+    shape = (training.num_microbatches, rows, training.seq_length)
     tokens = rng.integers(0, config.model.vocab_size, shape).astype(np.int32)
     batch = {
         "tokens": tokens,
@@ -144,14 +148,16 @@ class Timed:
     norm: float
 
 
-def timed(config: Config, devices: list, steps: int, options: dict, stagewise=False) -> Timed:
+def timed(
+    config: Config, devices: list, steps: int, options: dict, stagewise=False, profile_in=None
+) -> Timed:
     """Compiles, checks and times loss and gradients."""
     mesh = build_mesh(config.parallel, devices)
     objective = build_objective(config, mesh, capacity_of(config))
     inputs = arrays(config, objective)
     started = time.perf_counter()
     if stagewise:
-        compiled = objective.stagewise()
+        compiled = objective.stagewise(options)
         jax.block_until_ready(compiled(*inputs))  # compiles
     else:
         lowered = jax.jit(objective.loss_and_gradients()).lower(*inputs)
@@ -170,14 +176,16 @@ def timed(config: Config, devices: list, steps: int, options: dict, stagewise=Fa
         del result
     if stagewise:
         print(f"sent off after {sent * 1e3:.0f} ms")
+    if profile_in:
+        print(profile(lambda: jax.block_until_ready(compiled(*inputs)), profile_in))
     temp = math.nan if stagewise else compiled.memory_analysis().temp_size_in_bytes / 2**30
     return Timed(statistics.median(seconds), compile_seconds, temp, loss, norm)
 
 
 def costs_of(config: Config) -> Costs:
-    """F, B, W and BW of all layers of `config` for one microbatch, on one GPU, in ms."""
+    """F, B, W and BW of all layers of `config` for one microbatch, on one stage's GPUs, in ms."""
     config = dataclasses.replace(config, pipeline=PipelineConfig(schedule="gpipe"))
-    mesh = build_mesh(config.parallel, jax.devices()[:1])
+    mesh = build_mesh(config.parallel, jax.devices()[: config.parallel.ep])
     costs = measure_costs(PipelinedObjective(config, mesh, capacity_of(config)))
     print(
         f"one rank's layers, ms: F {costs.F:.2f}, B {costs.B:.2f}, W {costs.W:.2f}, "
@@ -197,21 +205,30 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--scan", action="store_true", help="scan over layers")
+    parser.add_argument("--ep", type=int, default=1, help="GPUs of a stage, for --model moe")
+    parser.add_argument(
+        "--profile", metavar="FOLDER", help="also say what the programs of a step take"
+    )
     parser.add_argument("--transfers", default="auto")
     parser.add_argument("--json")
     parser.add_argument("--stagewise", action="store_true", help="one program per cell")
     parser.add_argument("--xla", default="", help="compiler options, as name=value,name=value")
     args = parser.parse_args()
+    if args.ep > 1 and args.model != "moe":
+        parser.error(f"--ep {args.ep}: needs experts; add --model moe")
+    if len(jax.devices()) < 2 * args.ep:
+        parser.error(f"--ep {args.ep}: needs {2 * args.ep} devices, here are {len(jax.devices())}")
     options = dict(option.split("=") for option in args.xla.split(",") if option)
     options = {name: {"true": True, "false": False}.get(v, v) for name, v in options.items()}
     half = configuration(args, args.layers)
     costs = costs_of(half)
-    gpus = jax.devices()[:2]
-    alone = [timed(half, [gpu], args.steps, options) for gpu in gpus]
+    gpus = jax.devices()[: 2 * args.ep]
+    stages = gpus[: args.ep], gpus[args.ep :]
+    alone = [timed(half, stage, args.steps, options) for stage in stages]
     ideal = max(alone, key=lambda found: found.seconds)
     each = ", ".join(f"{found.seconds * 1e3:.1f}" for found in alone)
-    print(f"ideal: {each} ms on each GPU, temp {ideal.temp_gib:.1f} GiB", flush=True)
-    whole = timed(configuration(args, 2 * args.layers), gpus[:1], 1, options)
+    print(f"ideal: {each} ms on each stage's GPUs, temp {ideal.temp_gib:.1f} GiB", flush=True)
+    whole = timed(configuration(args, 2 * args.layers), stages[0], 1, options)
     print(f"unpipelined: loss {whole.loss:.6f}, gradient norm {whole.norm:.6f}", flush=True)
     print(
         f"{'schedule':18} {'step ms':>8} {'/ ideal':>8} {'deps.':>7} {'ticks':>7} {'temp GiB':>9} "
@@ -228,12 +245,11 @@ def main() -> None:
             args,
             2 * args.layers,
             pipeline=pipeline,
-            parallel=ParallelConfig(pp=2, dp=1, zero_stage=0),
+            parallel=ParallelConfig(pp=2, dp=1, ep=args.ep, zero_stage=0),
         )
-        table = training_table(
-            config,
-            PipelinedObjective(config, build_mesh(config.parallel, jax.devices()[:2])).stacks,
-        )
+        objective = PipelinedObjective(config, build_mesh(config.parallel, gpus))
+        table = training_table(config, objective.stacks)
+        profile_in = Path(args.profile, name) if args.profile else None
         plain = args.microbatches * (costs.F + costs.BW)
         row = {
             "schedule": name,
@@ -241,7 +257,7 @@ def main() -> None:
             "ticks": time_of_ticks(table, costs) / plain,
         }
         try:
-            found = timed(config, gpus, args.steps, options, args.stagewise)
+            found = timed(config, gpus, args.steps, options, args.stagewise, profile_in)
         except Exception as error:  # one that does not fit shall not hide the others
             print(f"{name:18} {str(error)[:150]}", flush=True)
             continue

@@ -8,14 +8,19 @@ cut, by bytes, of the graph between expensive operations. So the inputs of a nor
 are kept in the model's precision and its fp32 insides are computed again; what depends on weights
 and side inputs only (casts, gathered ZeRO-3 shards, dropout masks) is never kept.
 
+What F leaves waits for long, and only its bytes count. What B leaves for W waits for a few cells at
+most, so bytes that W would move to repeat what B has done count as much as those that wait: W gets
+the gradient of an activation's input rather than that of its output.
+
 A recompute policy (`jax.checkpoint`) on the layer takes part as it is: what it computes again is
 an expensive operation of the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,6 +44,13 @@ transpose xor
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split())
 """Primitives that are bound by memory and read about as much as they write."""
+
+_REARRANGING_NAMES = """
+broadcast_in_dim concatenate convert_element_type copy dynamic_slice empty2 expand_dims iota name
+optimization_barrier pad pbroadcast pvary reshape rev slice split squeeze stop_gradient transpose
+"""
+_REARRANGING = frozenset(_REARRANGING_NAMES.split())
+"""Those among them that compute nothing, and are mostly a part of what reads their results."""
 
 _CHEAP_KERNELS = frozenset({"tiles_kernel", "rows_kernel", "rotation_kernel"})
 """Kernels of which the same is true: elementwise functions, norms, rotary embeddings."""
@@ -133,13 +145,14 @@ def split_layer(
     residuals = _cut(graph, free, forward, [d_x, *d_params], early={in_x}, late={in_dy})
     given = set(residuals)
     backward = graph.needed([d_x], given)
+    repeats = _repeats(graph, backward)
     # What a recompute policy computes again for W alone (the output of attention) is better done in
     # B, which has its inputs (the scores).
     from_dy = graph.dependents([in_dy])
     backward += [
         op for op in graph.needed(d_params, given) if from_dy.isdisjoint((*op.inputs, *op.outputs))
     ]
-    crossing = _cut(graph, free, backward, d_params, early={in_dy}, given=given)
+    crossing = _cut(graph, free, backward, d_params, early={in_dy}, given=given, repeats=repeats)
     cut = [value for value in crossing if value not in given]
     for_weights = tuple(value in crossing for value in residuals)
     kept = [v for v, needed in zip(residuals, for_weights, strict=True) if needed]
@@ -181,6 +194,18 @@ def _is_cheap(op: Operation) -> bool:
     return op.name in _CHEAP
 
 
+def _repeats(graph: Graph, operations: list[Operation]) -> dict[int, int]:
+    """Bytes that are moved to make a result of cheap ones among `operations` again. XLA makes one
+    pass of several operations, so that only what they write counts; a kernel reads its inputs."""
+    found = {}
+    for op in operations:
+        if _is_cheap(op) and op.name not in _REARRANGING:
+            read = sum(map(graph.num_bytes, op.inputs)) if op.name == "mpmd_map" else 0
+            total = read + sum(map(graph.num_bytes, op.outputs))
+            found |= dict.fromkeys(op.outputs, total)
+    return found
+
+
 def _shape(graph: Graph, value: int) -> jax.ShapeDtypeStruct:
     aval = graph.avals[value]
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
@@ -195,6 +220,7 @@ def _cut(
     early: set[int],
     late: Iterable[int] = (),
     given: Iterable[int] = (),
+    repeats: Mapping[int, int] = MappingProxyType({}),
 ) -> list[int]:
     """Values to hand from one pass to the next: the fewest bytes.
 
@@ -204,6 +230,7 @@ def _cut(
       outputs: what the later pass is for.
       early, late: inputs that the earlier or the later pass has for itself.
       given: values that a pass before both handed on, which cost less; what made them is done.
+      repeats: what it costs that the later pass makes a value again, in bytes.
     """
     given = set(given)
     in_first = set(map(id, first))
@@ -229,13 +256,19 @@ def _cut(
     weights = {
         v: max(1, graph.num_bytes(v) // (_KEPT_LONGER if v in given else 1)) for v in candidates
     }
-    return sorted(_minimum_cut(weights, edges, sources & candidates, sinks))
+    repeats = {v: repeats[v] for v in candidates - given if v in repeats}
+    return sorted(_minimum_cut(weights, edges, sources & candidates, sinks, repeats))
 
 
 def _minimum_cut(
-    weights: dict[int, int], edges: list[tuple[int, int]], sources: set[int], sinks: set[int]
+    weights: dict[int, int],
+    edges: list[tuple[int, int]],
+    sources: set[int],
+    sinks: set[int],
+    repeats: dict[int, int],
 ) -> set[int]:
-    """Nodes of least total weight that every path from a source to a sink passes."""
+    """Nodes of least total weight that every path from a source to a sink passes. Each node behind
+    the cut costs its `repeats`."""
     if not sinks:
         return set()
     names = sorted(weights)
@@ -243,11 +276,12 @@ def _minimum_cut(
     n = len(names)
     source, sink = 2 * n, 2 * n + 1
     # scipy wants 32-bit capacities. Fine steps for the small ones, so that ties are rare.
-    unit = max(1, sum(weights.values()) // (_INFINITE // 2))
+    unit = max(1, (sum(weights.values()) + sum(repeats.values())) // (_INFINITE // 2))
     arcs: dict[tuple[int, int], int] = {
         (place[v], n + place[v]): 1 + weights[v] // unit for v in names
     }
     arcs |= {(n + place[a], place[b]): _INFINITE for a, b in edges}
+    arcs |= {(source, place[v]): 1 + cost // unit for v, cost in repeats.items()}
     arcs |= {(source, place[v]): _INFINITE for v in sources}
     arcs |= {(n + place[v], sink): _INFINITE for v in sinks}
     rows, columns = np.array(list(arcs)).T

@@ -16,7 +16,7 @@ be known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from threading import Condition, Lock
@@ -32,11 +32,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mxjax.pipeline.executor import StagedModel
 from mxjax.pipeline.gradient_sums import add, zero_sums
 from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule
+from mxjax.pipeline.send_order import awaited
+from mxjax.pipeline.simulate import Costs
 from mxjax.pipeline.split import LayerSplit, split_layer
 from mxjax.pipeline.stacks import Stacks
 from mxjax.pipeline.ticks import Part
 
 AXIS = "pp"
+
+_SUMS = ("grads", "outer", "stats")
+"""Over microbatches: of layers' gradients, of other gradients, and of statistics."""
 
 _WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": "100000"}
 """Each call of a program has other buffers, for which its CUDA graphs would have to be updated."""
@@ -48,6 +53,7 @@ class Stagewise:
     Args:
       make_model: inputs of a step (batch, keys, ...) on one device -> the model.
       mesh: with `AXIS` as its first axis.
+      costs: of F, B and W, for the order in which the host sends things off.
     """
 
     def __init__(
@@ -57,12 +63,15 @@ class Stagewise:
         stacks: Stacks,
         mesh: Mesh,
         compiler_options: Mapping[str, Any] = MappingProxyType({}),
+        costs: Costs | None = None,
     ):
         self._options = dict(compiler_options)
         if mesh.devices.flat[0].platform == "gpu":
             self._options |= _WITHOUT_GRAPHS
         self.make_model, self.schedule, self.stacks = make_model, schedule, stacks
         self.mesh = mesh
+        sizes = [sum(counts) for counts in stacks.stage_layers]
+        self._awaited = awaited(schedule, costs, sizes)
         self.meshes = [
             Mesh(mesh.devices[rank : rank + 1], mesh.axis_names) for rank in range(mesh.shape[AXIS])
         ]
@@ -70,7 +79,7 @@ class Stagewise:
         self._threads = ThreadPoolExecutor(len(self.meshes), thread_name_prefix="stage")
         self._splits: dict[str, LayerSplit] = {}
         self._splitting = Lock()
-        self._programs: dict[tuple, Callable] = {}
+        self._programs: dict[tuple[str, int], Callable] = {}
         self._first_runs = Lock()
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
@@ -80,28 +89,14 @@ class Stagewise:
 
         All arguments and results are arrays over the whole mesh with a leading dim for devices.
         """
-        ranks = range(len(self.meshes))
-        runs = [
-            _Rank(
-                inputs=self._of_rank(inputs, rank),
-                layers=self._of_rank(layers, rank),
-                outer=self._of_rank(outer, rank),
-            )
-            for rank in ranks
-        ]
-        for rank, run in enumerate(runs):
-            zeros = self._program(("zeros", rank), self._zeros, rank)
-            run.grads, run.outer_grads, run.stats = zeros(run.inputs, run.layers, run.outer)
         streams = _Streams()
         walk = partial(self._walk, streams, jax.config.jax_default_matmul_precision)
-        walks = [self._threads.submit(walk, rank, run) for rank, run in enumerate(runs)]
+        ranks = range(len(self.meshes))
+        walks = [self._threads.submit(walk, rank, inputs, layers, outer) for rank in ranks]
         wait(walks)
         streams.check()
-        return (
-            self._joined([run.grads for run in runs]),
-            self._joined([run.outer_grads for run in runs]),
-            self._joined([run.stats for run in runs]),
-        )
+        sums = [walk.result() for walk in walks]
+        return tuple(self._joined([of_rank[name] for of_rank in sums]) for name in _SUMS)
 
     def over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """A program of all devices; None as specs: arrays with a leading dim for devices."""
@@ -122,19 +117,34 @@ class Stagewise:
             )
         )
 
-    def _walk(self, streams: _Streams, precision: str | None, rank: int, run: _Rank) -> None:
-        """Sends off all cells of a rank. Threads do not inherit JAX's settings: `precision`."""
+    def _walk(self, streams: _Streams, precision: str | None, rank: int, *arguments) -> Any:
+        """Sends off all cells of a rank; its sums. Threads do not inherit JAX's settings:
+        `precision`."""
         try:
             with jax.default_matmul_precision(precision):
-                for cell in self.schedule.cells[rank]:
+                # Not all at once: the first rank's devices are to begin soon.
+                streams.wait_for(self._awaited[rank][0])
+                run = _Rank(*(self._of_rank(tree, rank) for tree in arguments))
+                for n, cell in enumerate(self.schedule.cells[rank]):
+                    streams.wait_for(self._awaited[rank][n])
                     self._run(run, rank, cell, streams)
+                return {name: self._take_sum(run, rank, name) for name in _SUMS}
         except BaseException as error:
             streams.fail(error)
+
+    def _take_sum(self, run: _Rank, rank: int, name: str) -> Any:
+        """To be added to. Zeros are made when they are needed: the first ranks' then, while they
+        wait for gradients."""
+        if name not in run.sums:
+            zeros = self._program(f"zero_{name}", partial(self._zeros, name), rank)
+            return zeros(run.inputs, run.layers, run.outer)
+        return run.sums.pop(name)
 
     def _run(self, run: _Rank, rank: int, cell: Cell, streams: _Streams) -> None:
         """Sends off one cell, and its results on their way."""
         stages = tuple((op.kind, op.stage) for op in cell)
-        program = self._program((rank, *stages), partial(self._cell, stages), rank, donate=(0,))
+        of_cell = "_".join(f"{kind.value}{stage}" for kind, stage in stages)
+        program = self._program(of_cell, partial(self._cell, stages), rank, donate=(0,))
         given: list[Any] = []
         for op in cell:
             name = (op.stage, op.microbatch)
@@ -147,11 +157,11 @@ class Stagewise:
                 given.append({"dy": dy, "residuals": run.residuals.pop(name)})
                 if op.kind is Kind.BW:
                     run.kept.pop(name)
-        sums = run.grads, run.outer_grads, run.stats
+        sums = {name: self._take_sum(run, rank, name) for name in self._added_to(stages)}
         microbatches = [self._number(rank, op.microbatch) for op in cell]
         held = run.layers, run.outer, run.inputs
         sums, results = program(sums, held, microbatches, given)
-        run.grads, run.outer_grads, run.stats = sums
+        run.sums |= sums
         for op, result in zip(cell, results, strict=True):
             name = (op.stage, op.microbatch)
             if op.kind is Kind.F:
@@ -182,14 +192,15 @@ class Stagewise:
 
     # Programs
 
-    def _program(self, key: tuple, function: Callable, rank: int, donate=()) -> Callable:
+    def _program(self, name: str, function: Callable, rank: int, donate=()) -> Callable:
         """`function` on the devices of a rank, compiled once."""
-        if key not in self._programs:
+        if (name, rank) not in self._programs:
 
             def shard(*arguments):
                 results = function(*jax.tree.map(lambda a: a if _on_host(a) else a[0], arguments))
                 return jax.tree.map(lambda a: a if _on_host(a) else a[None], results)
 
+            shard.__name__ = name  # what profiles show
             jitted = jax.jit(
                 jax.shard_map(
                     shard,
@@ -201,22 +212,35 @@ class Stagewise:
                 donate_argnums=donate,
                 compiler_options=self._options,
             )
-            self._programs[key] = _Program(jitted, self._first_runs)
-        return self._programs[key]
+            self._programs[name, rank] = _Program(jitted, self._first_runs)
+        return self._programs[name, rank]
 
-    def _zeros(self, inputs, layers, outer):
+    def _zeros(self, name: str, inputs, layers, outer):
         model = self.make_model(inputs)
-        grads = {
+        if name == "stats":
+            return model.empty_statistics()
+        if name == "outer":
+            return zero_sums(outer)
+        return {
             group: [zero_sums(jax.eval_shape(partial(model.reduce, group), tree)) for tree in trees]
             for group, trees in layers.items()
         }
-        return grads, zero_sums(outer), model.empty_statistics()
+
+    def _added_to(self, stages) -> list[str]:
+        """Those of the sums that a cell adds to."""
+        last = self.schedule.num_stages - 1
+        added = {
+            "grads": any(kind in (Kind.W, Kind.BW) for kind, _ in stages),
+            "outer": (Kind.F, last) in stages
+            or any(kind in (Kind.B, Kind.BW) and stage == 0 for kind, stage in stages),
+            "stats": any(kind is Kind.F for kind, _ in stages),
+        }
+        return [name for name in _SUMS if added[name]]
 
     def _cell(self, stages: tuple, sums, held, microbatches, given):
         """One cell: all its ops, layer by layer in turn."""
-        grads, outer_grads, stats = sums
         layers, outer, inputs = held
-        state = {"grads": dict(grads), "outer": outer_grads, "stats": stats}
+        state = {name: dict(of) if name == "grads" else of for name, of in sums.items()}
         model = self.make_model(inputs)
         works = [
             _Work(self, model, layers, outer, kind, stage, microbatch, values)
@@ -229,7 +253,7 @@ class Stagewise:
                 if i < len(work.layers):
                     work.step(state, i)
         results = [work.end(state) for work in works]
-        return (state["grads"], state["outer"], state["stats"]), results
+        return state, results
 
     def split(self, model: StagedModel, kind: str, weights, x, side) -> LayerSplit:
         """F, B and W of a kind of layer; made by the first program that has one."""
@@ -306,7 +330,7 @@ class _Rank:
 
     def __init__(self, inputs, layers, outer):
         self.inputs, self.layers, self.outer = inputs, layers, outer
-        self.grads = self.outer_grads = self.stats = None
+        self.sums: dict[str, Any] = {}
         self.residuals: dict[tuple[int, int], Any] = {}
         self.kept: dict[tuple[int, int], Any] = {}
         self.cut: dict[tuple[int, int], Any] = {}
@@ -327,11 +351,17 @@ class _Streams:
             self._there[op] = value
             self._changed.notify_all()
 
+    def wait_for(self, ops: Sequence[Op]) -> None:
+        """Waits until the inputs of `ops` are there, if only as promises of their devices."""
+        with self._changed:
+            for op in ops:
+                self._changed.wait_for(lambda op=op: op in self._there or self._error is not None)
+                self.check()
+
     def take(self, op: Op) -> Any:
         """Waits until it is there."""
+        self.wait_for([op])
         with self._changed:
-            self._changed.wait_for(lambda: op in self._there or self._error is not None)
-            self.check()
             return self._there.pop(op)
 
     def fail(self, error: BaseException) -> None:

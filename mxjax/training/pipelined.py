@@ -23,6 +23,7 @@ from mxjax.kernels.implementation import with_kernels
 from mxjax.models.parts import Params, unstack_layers
 from mxjax.models.transformer import LayerAux
 from mxjax.pipeline.configure import (
+    costs,
     evaluation_table,
     stage_layout,
     stagewise_schedule,
@@ -98,7 +99,12 @@ class PipelinedObjective(Objective):
         """As `loss_and_gradients`, in many programs that the host sends off: not for `jit`."""
         schedule, _ = stagewise_schedule(self.config, self.stacks)
         runner = Stagewise(
-            self._staged_of, schedule, self.stacks, self.mesh, compiler_options or {}
+            self._staged_of,
+            schedule,
+            self.stacks,
+            self.mesh,
+            compiler_options or {},
+            costs(self.config),
         )
         begin = runner.over_mesh(
             self._begin, (self.param_specs, REPLICATED, BATCH_SPEC, REPLICATED), None

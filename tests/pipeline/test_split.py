@@ -237,6 +237,26 @@ def test_kernels_of_cheap_operations_leave_as_much(make_case, planned):
     assert bytes_of(split.cut) <= bytes_of(by_xla.cut)
 
 
+def test_the_weights_gradients_run_no_kernel_that_the_inputs_gradient_ran(make_case):
+    """They get its results, such as the gradient of the activation's input; what they make again is
+    of the forward pass."""
+    case = make_case(
+        "llama", "dense_layers", training=BF16, model={"hidden_size": 128, "head_dim": 16}
+    )
+    ops = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rope"), "mosaic")
+    with interpreted(), selected(KernelsConfig(overrides=KernelOverrides(**ops))):
+        split, _ = case.inspect()
+    of = {
+        name: {id(op): op.eqn.params["name"] for op in program.operations if op.name == "mpmd_map"}
+        for name, program in split.programs.items()
+    }
+    assert of["B"]
+    assert of["W"]
+    assert of["B"].keys().isdisjoint(of["W"])
+    B, S, F = *case.x.shape[:2], case.objective.config.model.ffn_hidden_size
+    assert B * S * 2 * F in [math.prod(value.shape) for value in split.cut]
+
+
 def test_dropout_masks_are_made_again(make_case):
     """They depend on a key alone: F leaves as much with dropout as without."""
     kept = [

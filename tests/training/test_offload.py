@@ -160,7 +160,7 @@ def bytes_of_a_stage(offload):
         (sums, (held, outer, shared), [jnp.int32(0)], [{"x": None}]),
     )
     cell = ((Kind.F, 0),)
-    program = run._program((0, *cell), partial(run._cell, cell), 0)
+    program = run._program("F0", partial(run._cell, cell), 0)
     sizes = program.lower(*given).compile().memory_analysis()
     return sizes.output_size_in_bytes, sizes.host_output_size_in_bytes
 
