@@ -12,14 +12,18 @@ What F leaves waits for long, and only its bytes count. What B leaves for W wait
 most, so bytes that W would move to repeat what B has done count as much as those that wait: W gets
 the gradient of an activation's input rather than that of its output.
 
+Gradients of weights leave their matrix products in fp32, for they are added up: the product adds
+itself to the sum, where the compiler can do that, and nothing is rounded in between.
+
 A recompute policy (`jax.checkpoint`) on the layer takes part as it is: what it computes again is
 an expensive operation of the backward pass.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +33,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from mxjax.kernels.implementation import device_kind
 from mxjax.pipeline.graph import Graph, Operation, Program, trace
 
 Layer = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
@@ -52,8 +57,10 @@ optimization_barrier pad pbroadcast pvary reshape rev slice split squeeze stop_g
 _REARRANGING = frozenset(_REARRANGING_NAMES.split())
 """Those among them that compute nothing, and are mostly a part of what reads their results."""
 
-_CHEAP_KERNELS = frozenset({"tiles_kernel", "rows_kernel", "rotation_kernel"})
-"""Kernels of which the same is true: elementwise functions, norms, rotary embeddings."""
+_RESHAPING = frozenset({"copy", "expand_dims", "name", "reshape", "squeeze", "transpose"})
+
+_CHEAP_KERNELS = frozenset({"tiles_kernel", "registers_kernel", "rows_kernel", "rotation_kernel"})
+"""Kernels of which the same is true: elementwise functions (two), norms, rotary embeddings."""
 
 _KEPT_LONGER = 8
 """Keeping a residual of F until W costs this many times less than a value of B's own: under delayed
@@ -105,7 +112,7 @@ class LayerSplit:
         return dx, cut
 
     def weight_gradients(self, params, side, residuals, cut) -> Any:
-        """Gradients of the weights; `residuals` are those of `kept_of`."""
+        """Gradients of the weights, of products in fp32; `residuals` are those of `kept_of`."""
         leaves = jax.tree.leaves((params, side, list(residuals), list(cut)))
         return jax.tree.unflatten(self._params, self.programs["W"](leaves))
 
@@ -140,6 +147,8 @@ def split_layer(
     stats_tree = tree.children()[2]
     n = 2 + stats_tree.num_leaves
     out_forward, d_x, d_params = graph.outputs[:n], graph.outputs[n], graph.outputs[n + 1 :]
+    if device_kind() != "cpu":  # which has no such products
+        _widen_products(graph, d_params)
     free = set(range(len(graph.avals))) - graph.dependents([in_x, in_dy])
     forward = graph.needed(out_forward)
     residuals = _cut(graph, free, forward, [d_x, *d_params], early={in_x}, late={in_dy})
@@ -173,6 +182,25 @@ def split_layer(
         _stats=stats_tree,
         _params=jax.tree.structure(params),
     )
+
+
+def _widen_products(graph: Graph, outputs: list[int]) -> None:
+    """Makes matrix products give those of `outputs` that are nothing else in fp32."""
+    uses = Counter([v for op in graph.operations for v in op.inputs] + graph.outputs)
+    made_by = {v: n for n, op in enumerate(graph.operations) for v in op.outputs}
+    for value in outputs:
+        n, along = made_by.get(value), [value]
+        while n is not None and graph.operations[n].name in _RESHAPING:
+            along += graph.operations[n].inputs
+            n = made_by.get(along[-1])
+        if n is None or any(uses[v] > 1 for v in along):
+            continue
+        op = graph.operations[n]
+        if op.name == "dot_general" and graph.avals[value].dtype.itemsize == 2:
+            params = op.eqn.params | {"preferred_element_type": np.dtype(np.float32)}
+            graph.operations[n] = replace(op, eqn=op.eqn.replace(params=params))
+            for v in along:
+                graph.avals[v] = graph.avals[v].update(dtype=np.dtype(np.float32))
 
 
 def _names(graph: Graph) -> dict[int, str]:

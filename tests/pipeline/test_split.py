@@ -53,18 +53,24 @@ class Case:
         loss, counts_LE, needed = self.objective._router(stack, sequence_parallel=False)
         return y, loss, (counts_LE, needed, aux.finite)
 
-    def run(self, function):
+    def mapped(self, function):
         """`function(params, x, side, dy)` on a mesh of one device."""
-        mapped = jax.shard_map(
+        return jax.shard_map(
             function,
             mesh=self.objective.mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
+
+    def run(self, function):
         fast_to_compile = {"xla_backend_optimization_level": 0}
-        run = jax.jit(mapped, compiler_options=fast_to_compile)
+        run = jax.jit(self.mapped(function), compiler_options=fast_to_compile)
         return run(self.params, self.x, self.side, self.dy)
+
+    def shapes(self, function):
+        """Those of its results."""
+        return jax.eval_shape(self.mapped(function), self.params, self.x, self.side, self.dy)
 
     def inspect(self):
         """The layer's split, and the operations of a plain forward and backward pass."""
@@ -75,14 +81,7 @@ class Case:
             found["plain"] = trace(self.plain, params, x, side, dy)[0]
             return dy
 
-        mapped = jax.shard_map(
-            look,
-            mesh=self.objective.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        jax.eval_shape(mapped, self.params, self.x, self.side, self.dy)
+        self.shapes(look)
         return found["split"], found["plain"]
 
     def plain(self, params, x, side, dy):
@@ -219,20 +218,23 @@ def test_what_a_llama_layer_keeps(make_case):
     assert len(rest) + 1 == len(split.residuals)
 
 
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
 @pytest.mark.parametrize("planned", ["no", "shapes"])
-def test_kernels_of_cheap_operations_leave_as_much(make_case, planned):
+def test_kernels_of_cheap_operations_leave_as_much(make_case, planned, device, monkeypatch):
     """Norms, activation and rotary embedding by kernels are made again like those by XLA, also in
-    plans from shapes, which have the kernels' names and nothing in them."""
-    case = make_case(
-        "llama", "dense_layers", training=BF16, model={"hidden_size": 128, "head_dim": 16}
-    )
+    plans from shapes, which have the kernels' names and nothing in them; with the blocks of a
+    tuning table, which takes another kernel for the activation."""
+    model = {"hidden_size": 128, "head_dim": 16, "ffn_hidden_size": 128}
+    case = make_case("llama", "dense_layers", training=BF16, model=model)
     ops = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rope"), "mosaic")
     with scoped(implementation.plans, planned):
+        by_xla, _ = case.inspect()
+        monkeypatch.setattr(implementation, "device_kind", lambda: device)
         with interpreted(), selected(KernelsConfig(overrides=KernelOverrides(**ops))):
             split, plain = case.inspect()
-        by_xla, _ = case.inspect()
     names = [op.eqn.params["name"] for op in plain.operations if op.name == "mpmd_map"]
-    assert set(names) == {"tiles_kernel", "rows_kernel", "rotation_kernel"}
+    elementwise = "tiles_kernel" if device == "cpu" else "registers_kernel"
+    assert set(names) == {elementwise, "rows_kernel", "rotation_kernel"}
     assert bytes_of(split.residuals) == bytes_of(by_xla.residuals)
     assert bytes_of(split.cut) <= bytes_of(by_xla.cut)
 
@@ -255,6 +257,23 @@ def test_the_weights_gradients_run_no_kernel_that_the_inputs_gradient_ran(make_c
     assert of["B"].keys().isdisjoint(of["W"])
     B, S, F = *case.x.shape[:2], case.objective.config.model.ffn_hidden_size
     assert B * S * 2 * F in [math.prod(value.shape) for value in split.cut]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
+def test_gradients_of_matrices_leave_their_products_in_fp32(make_case, remat, device, monkeypatch):
+    """In bf16, on a GPU; XLA's CPU backend has no such products. Others stay as they are."""
+    case = make_case("llama", "dense_layers", training=BF16, remat=remat)
+    monkeypatch.setattr("mxjax.pipeline.split.device_kind", lambda: device)
+    stats, dx, plain = case.shapes(case.plain)
+    of_W, of_BW = case.shapes(case.in_pieces)
+    for grads in (of_W[2], of_BW[2]):
+        for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
+            assert got.shape == want.shape
+            wide = device != "cpu" and len(want.shape) > 1
+            assert got.dtype == (jnp.float32 if wide else jnp.bfloat16)
+    for got, want in zip(jax.tree.leaves(of_W[:2]), jax.tree.leaves((stats, dx)), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
 
 
 def test_dropout_masks_are_made_again(make_case):
