@@ -12,9 +12,6 @@ What F leaves waits for long, and only its bytes count. What B leaves for W wait
 most, so bytes that W would move to repeat what B has done count as much as those that wait: W gets
 the gradient of an activation's input rather than that of its output.
 
-Gradients of weights leave their matrix products in fp32, for they are added up: the product adds
-itself to the sum, where the compiler can do that, and nothing is rounded in between.
-
 A recompute policy (`jax.checkpoint`) on the layer takes part as it is: what it computes again is
 an expensive operation of the backward pass.
 """
@@ -123,11 +120,20 @@ class LayerSplit:
 
 
 def split_layer(
-    layer: Layer, params: Any, x: jax.Array, side: Any, offload: Collection[str] = ()
+    layer: Layer,
+    params: Any,
+    x: jax.Array,
+    side: Any,
+    offload: Collection[str] = (),
+    *,
+    fp32_gradients: bool = False,
 ) -> LayerSplit:
     """Splits `layer` for arguments like these; its objective counts with weight 1.
 
     `offload`: names of tensors that are to wait in the host's memory; see `LayerSplit.on_host`.
+    `fp32_gradients`: those of weights leave their matrix products in fp32. Where nothing lies
+    between a product and the sum over microbatches, a GPU's product adds itself to it, and nothing
+    is rounded in between.
     To be called where the layer could be called: within `shard_map`, for a layer with collectives.
     """
 
@@ -147,7 +153,7 @@ def split_layer(
     stats_tree = tree.children()[2]
     n = 2 + stats_tree.num_leaves
     out_forward, d_x, d_params = graph.outputs[:n], graph.outputs[n], graph.outputs[n + 1 :]
-    if device_kind() != "cpu":  # which has no such products
+    if fp32_gradients and device_kind() != "cpu":  # which has no such products
         _widen_products(graph, d_params)
     free = set(range(len(graph.avals))) - graph.dependents([in_x, in_dy])
     forward = graph.needed(out_forward)

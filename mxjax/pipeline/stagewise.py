@@ -260,7 +260,9 @@ class Stagewise:
         with self._splitting:
             if kind not in self._splits:
                 layer, offload = partial(model.layer, kind), model.offloaded(kind)
-                self._splits[kind] = split_layer(layer, weights, x, side, offload)
+                self._splits[kind] = split_layer(
+                    layer, weights, x, side, offload, fp32_gradients=True
+                )
             return self._splits[kind]
 
     # Arrays

@@ -122,7 +122,7 @@ class _Layer:
     def forward(self, given, weights, x):
         side = self._side(given)
         layer = partial(self._staged(given).layer, self.kind)
-        self.split = split_layer(layer, weights, x, side)
+        self.split = split_layer(layer, weights, x, side, fp32_gradients=True)
         y, _, _, residuals = self.split.forward(weights, x, side)
         return y, residuals
 
