@@ -76,8 +76,7 @@ class Ring:
         if self.rotation == "ppermute":
             pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
             return jax.tree.map(lambda x: lax.ppermute(x, "cp", pairs), held)
-        partners = [((1 if turn else -1) - rank) % self.size for rank in range(self.size)]
-        return jax.tree.map(partial(_swap, partners), held)
+        return jax.tree.map(partial(_swap, 1 if turn else -1, self.size), held)
 
     def block(self, held: Any, step: int | jax.Array) -> Any:
         """The block of rank `source(step)`."""
@@ -133,11 +132,13 @@ class AllGather:
         return jax.tree.map(lambda x: lax.psum_scatter(x, "cp"), total)
 
 
-def _swap(partners: list[int], x: jax.Array) -> jax.Array:
-    """`x` of the partner."""
-    pairs = [[rank, partner] for rank, partner in enumerate(partners) if rank < partner]
+def _swap(of_pair: int, size: int, x: jax.Array) -> jax.Array:
+    """`x` of the partner: the numbers of both add up to `of_pair`, modulo `size`."""
+    pairs = [[rank, (of_pair - rank) % size] for rank in range(size)]
+    pairs = [pair for pair in pairs if pair[0] < pair[1]]
     rank = lax.axis_index("cp")
-    place = jnp.where(rank < jnp.asarray(partners)[rank], 1, 0)  # of the partner in its pair
+    # Not of a table: `jax.checkpoint` fails on constants in derivatives (JAX 0.11, 0.12).
+    place = jnp.where(rank < (of_pair - rank) % size, 1, 0)  # of the partner in its pair
     return lax.all_to_all(jnp.stack([x, x]), "cp", 0, 0, axis_index_groups=pairs)[place]
 
 
