@@ -39,12 +39,12 @@ from mxjax.config.schema import (
 )
 from mxjax.pipeline.configure import training_table
 from mxjax.pipeline.simulate import Costs, simulate
-from mxjax.pipeline.ticks import time_of_ticks
+from mxjax.pipeline.ticks import TickTable, time_of_ticks
 from mxjax.sharding.mesh import build_mesh
 from mxjax.training.gradients import BATCH_SPEC
 from mxjax.training.layer_costs import measure_costs
 from mxjax.training.optimizer import global_norm
-from mxjax.training.pipelined import PipelinedObjective, build_objective
+from mxjax.training.pipelined import PipelinedObjective, build_objective, layer_stacks
 
 LLAMA = ModelConfig(
     hidden_size=4096,
@@ -195,6 +195,41 @@ def costs_of(config: Config) -> Costs:
     return costs
 
 
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses what could not be measured, before anything is."""
+    for name in ("layers", "microbatches", "seq_length", "hidden", "steps", "ep"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: is below 1")
+    if args.ep > 1 and args.model != "moe":
+        parser.error(f"--ep {args.ep}: needs experts; add --model moe")
+    if MOE.num_experts % args.ep:
+        parser.error(f"--ep {args.ep}: {MOE.num_experts} experts do not divide by it")
+    if len(jax.devices()) < 2 * args.ep:
+        parser.error(f"--ep {args.ep}: needs {2 * args.ep} devices, here are {len(jax.devices())}")
+    if args.profile and jax.default_backend() != "gpu":
+        parser.error(f"--profile {args.profile}: needs GPUs, and JAX runs on the CPU here")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no such folder")
+    for option in args.xla.split(","):
+        if option and option.count("=") != 1:
+            parser.error(f"--xla {option}: write name=value")
+    for name in args.schedules.split(","):
+        if name not in VARIANTS:
+            parser.error(f"--schedules {name}: is none of {', '.join(VARIANTS)}")
+        try:
+            staged(args, name, PipelineConfig().costs)
+        except ValueError as error:  # of the layout, or of the schedule
+            parser.error(f"--schedules {name}: {error}")
+
+
+def staged(args, name: str, costs: tuple[float, ...]) -> tuple[Config, TickTable]:
+    """Configuration and tick table of a schedule; the model has twice the layers of a rank."""
+    pipeline = PipelineConfig(**VARIANTS[name], costs=costs, transfers=args.transfers)
+    parallel = ParallelConfig(pp=2, dp=1, ep=args.ep, zero_stage=0)
+    config = configuration(args, 2 * args.layers, pipeline=pipeline, parallel=parallel)
+    return config, training_table(config, layer_stacks(config))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=["llama", "moe"], default="llama")
@@ -209,15 +244,12 @@ def main() -> None:
     parser.add_argument(
         "--profile", metavar="FOLDER", help="also say what the programs of a step take"
     )
-    parser.add_argument("--transfers", default="auto")
+    parser.add_argument("--transfers", choices=["auto", "immediate", "deferred"], default="auto")
     parser.add_argument("--json")
     parser.add_argument("--stagewise", action="store_true", help="one program per cell")
     parser.add_argument("--xla", default="", help="compiler options, as name=value,name=value")
     args = parser.parse_args()
-    if args.ep > 1 and args.model != "moe":
-        parser.error(f"--ep {args.ep}: needs experts; add --model moe")
-    if len(jax.devices()) < 2 * args.ep:
-        parser.error(f"--ep {args.ep}: needs {2 * args.ep} devices, here are {len(jax.devices())}")
+    check(parser, args)
     options = dict(option.split("=") for option in args.xla.split(",") if option)
     options = {name: {"true": True, "false": False}.get(v, v) for name, v in options.items()}
     half = configuration(args, args.layers)
@@ -236,19 +268,7 @@ def main() -> None:
     )
     rows = []
     for name in args.schedules.split(","):
-        pipeline = PipelineConfig(
-            **VARIANTS[name],
-            costs=(costs.F, costs.B, costs.W, costs.both),
-            transfers=args.transfers,
-        )
-        config = configuration(
-            args,
-            2 * args.layers,
-            pipeline=pipeline,
-            parallel=ParallelConfig(pp=2, dp=1, ep=args.ep, zero_stage=0),
-        )
-        objective = PipelinedObjective(config, build_mesh(config.parallel, gpus))
-        table = training_table(config, objective.stacks)
+        config, table = staged(args, name, (costs.F, costs.B, costs.W, costs.both))
         profile_in = Path(args.profile, name) if args.profile else None
         plain = args.microbatches * (costs.F + costs.BW)
         row = {

@@ -95,7 +95,10 @@ class _Greedy:
             rank = min(unfinished, key=lambda r: (self.now[r], waiting[r], r))
             kind = self._choose(rank)
             if kind is not None:
+                before = self.now[rank]
                 self._do(Op(kind, rank, self.done[kind][rank]))
+                if self.now[rank] == before:  # of this moment, too: others may have waited for it
+                    waiting = [False] * self.num_ranks
                 waiting[rank] = False
                 if self.done[Kind.W][rank] == self.num_microbatches:
                     unfinished.remove(rank)

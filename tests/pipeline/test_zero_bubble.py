@@ -13,9 +13,11 @@ from mxjax.pipeline.zero_bubble import search_zero_bubble
 GOLDEN = Path(__file__).parent.parent / "data" / "schedules"
 
 
+@pytest.mark.parametrize("costs", [Costs(1, 1.5, 0.7, transfer=0.1), Costs(1, 0, 0.5)], ids=str)
 @pytest.mark.parametrize("limit", [1, 3, 4, 5, 8])
-def test_orders_can_run_and_hold_no_more_than_allowed(limit):
-    schedule = search_zero_bubble(4, 6, Costs(1, 1.5, 0.7, transfer=0.1), limit)
+def test_orders_can_run_and_hold_no_more_than_allowed(limit, costs):
+    """Also where input gradients take no time, so that they arrive at once."""
+    schedule = search_zero_bubble(4, 6, costs, limit)
     assert problems(schedule) == []
     assert max(simulate(schedule).activations_until_W) <= limit
 
