@@ -333,7 +333,7 @@ def _validate(tree: dict) -> tuple[Config, list[Problem], set[str]]:
         # JSON mode is strict about types ("4" and true are no numbers) but takes lists for tuples.
         return _CONFIG.validate_json(json.dumps(tree), strict=True), [], set()
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = _of_fields(error.errors(include_url=False))
     problems, bad_fields = [], set()
     sound = json.loads(json.dumps(tree))
     for detail in details:
@@ -351,6 +351,24 @@ def _validate(tree: dict) -> tuple[Config, list[Problem], set[str]]:
         problems.append(Problem(path, value, message))
         _remove(sound, keys)
     return _CONFIG.validate_json(json.dumps(sound), strict=True), problems, bad_fields
+
+
+def _of_fields(details: Sequence[Mapping]) -> list[Mapping]:
+    """One error where a field takes a word or a list and pydantic tells what each of them lacks:
+    for a list what is wrong in it, else what would be right. Only such errors have a place with a
+    type in it, ``literal['auto']`` or ``tuple[...]``."""
+    found = []
+    for detail in details:
+        types = [part for part in detail["loc"] if "[" in str(part)]
+        if types:
+            for_word = types[0].startswith("literal")
+            if isinstance(detail["input"], list) if for_word else detail["type"] == "tuple_type":
+                continue
+            detail = detail | {"loc": tuple(p for p in detail["loc"] if p not in types)}
+            if for_word:
+                detail["ctx"] = {"expected": f"{detail['ctx']['expected']} or a list"}
+        found.append(detail)
+    return found
 
 
 def _remove(tree: dict, keys: Sequence[str]) -> None:

@@ -66,7 +66,9 @@ class Stagewise:
         costs: Costs | None = None,
     ):
         self._options = dict(compiler_options)
-        if mesh.devices.flat[0].platform == "gpu":
+        platform = mesh.devices.flat[0].platform
+        self._on_cpu = platform == "cpu"
+        if platform == "gpu":
             self._options |= _WITHOUT_GRAPHS
         self.make_model, self.schedule, self.stacks = make_model, schedule, stacks
         self.mesh = mesh
@@ -212,7 +214,7 @@ class Stagewise:
                 donate_argnums=donate,
                 compiler_options=self._options,
             )
-            self._programs[name, rank] = _Program(jitted, self._first_runs)
+            self._programs[name, rank] = _Program(jitted, self._first_runs, waits=self._on_cpu)
         return self._programs[name, rank]
 
     def _zeros(self, name: str, inputs, layers, outer):
@@ -313,13 +315,17 @@ class _Program:
     captures graphs, which was seen to fail in two threads ("capturing stream has unjoined work").
     """
 
-    def __init__(self, jitted: Any, first_runs: Lock):
-        self.lower, self._first_runs = jitted.lower, first_runs
+    def __init__(self, jitted: Any, first_runs: Lock, *, waits: bool = False):
+        """`waits`: for its results. On a CPU, which computes with a few threads, programs that were
+        sent off ahead can take all of them, while the collectives in which they are wait for
+        devices that have none."""
+        self.lower, self._first_runs, self._waits = jitted.lower, first_runs, waits
         self._compiled: Callable | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         if self._compiled is not None:
-            return self._compiled(*arguments)
+            results = self._compiled(*arguments)
+            return jax.block_until_ready(results) if self._waits else results
         compiled = self.lower(*arguments).compile()
         with self._first_runs:
             results = jax.block_until_ready(compiled(*arguments))

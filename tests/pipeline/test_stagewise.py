@@ -39,7 +39,8 @@ def numbers_of(toy, stacks):
 
 
 class Watched(Stagewise):
-    """`left`: kind of layer, number of columns and memory of what has been between programs."""
+    """`left`: kind of layer, number of columns and memory of what has been between programs, all
+    of which a CPU has computed before the next program."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -50,6 +51,7 @@ class Watched(Stagewise):
         for of_stage in (*run.residuals.values(), *run.kept.values()):
             for layer, values in of_stage.items():
                 for value in values:
+                    assert value.is_ready()
                     memory = value.sharding.memory_kind
                     self.left.add((layer.partition("/")[0], value.shape[-1], memory))
 
