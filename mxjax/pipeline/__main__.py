@@ -91,11 +91,14 @@ def _parser() -> argparse.ArgumentParser:
 def _costs(text: str) -> Costs:
     try:
         numbers = [float(number) for number in text.split(",")]
-        if len(numbers) not in (3, 4):
-            raise ScheduleError(f"{len(numbers)} numbers")
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (3, 4):
+        raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,C")
+    try:
         return Costs(*numbers[:3], transfer=sum(numbers[3:]))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,C ({error})") from error
+    except ScheduleError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _show(arguments: argparse.Namespace) -> int:

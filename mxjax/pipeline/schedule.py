@@ -210,8 +210,12 @@ class Schedule:
                 raise ScheduleError(f"{key}: {data[key]!r} is not a whole number above 0")
         orders = _numbered(data["ops"], "ops", num_ranks)
         owners = _numbered(data["stage_to_rank"], "stage_to_rank", None)
-        if any(type(owner) is not int or not 0 <= owner < num_ranks for owner in owners):
-            raise ScheduleError(f"stage_to_rank: {owners}; ranks are 0 to {num_ranks - 1}")
+        for stage, owner in enumerate(owners):
+            if type(owner) is not int or not 0 <= owner < num_ranks:
+                raise ScheduleError(
+                    f"stage_to_rank of stage {stage}: {owner!r} is none of ranks 0 to "
+                    f"{num_ranks - 1}"
+                )
         cells = []
         for rank, order in enumerate(orders):
             try:
@@ -239,6 +243,8 @@ class Schedule:
                     f"a schedule file is one JSON object, not {type(data).__name__}"
                 )
             return cls.from_json(data)
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"{path}: is not JSON: {error}") from error
         except ValueError as error:
             raise ScheduleError(f"{path}: {error}") from error
 

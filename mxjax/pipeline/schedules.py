@@ -394,7 +394,10 @@ def _checked_chunks(name: str, num_chunks: int | None) -> int:
     own = 2 if info.placement == "v" else 1
     if num_chunks not in (None, own):
         way_out = "" if own == 2 else "; interleaved is 1f1b with several"
-        raise ScheduleError(f"{name} has {own} a rank, not {num_chunks}{way_out}", key="num_chunks")
+        chunks = "chunk" if own == 1 else "chunks"
+        raise ScheduleError(
+            f"{name} has {own} {chunks} a rank, not {num_chunks}{way_out}", key="num_chunks"
+        )
     return own
 
 

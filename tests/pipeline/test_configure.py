@@ -72,7 +72,7 @@ REFUSED = {
     "a V of three": (
         {"layers": 12, "pp": 2, "pipeline": {"schedule": "dualpipev", "vpp": 3}},
         "pipeline.vpp",
-        "has 2 a rank, not 3",
+        "has 2 chunks a rank, not 3",
     ),
     "layers that do not divide": (
         {"layers": 7, "pp": 2, "pipeline": {}},

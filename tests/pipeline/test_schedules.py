@@ -131,7 +131,10 @@ def test_a_schedule_file_is_read_back_as_it_was(tmp_path):
         ({"ops": {"0": [], "1": ["F0.0", "Z1.1"]}}, "ops of rank 1: cell 'Z1.1'"),
         ({"ranks": "2"}, "ranks: '2' is not a whole number"),
         ({"microbatches": 0}, "microbatches: 0 is not"),
-        ({"stage_to_rank": {"0": 0, "1": 2}}, "ranks are 0 to 1"),
+        (
+            {"stage_to_rank": {"0": 0, "1": 2}},
+            "stage_to_rank of stage 1: 2 is none of ranks 0 to 1",
+        ),
         ({"stage_to_rank": {"0": 0, "2": 1}}, "stage_to_rank: has keys 0, 2; expected 0 to 1"),
     ],
 )
@@ -151,8 +154,8 @@ def test_a_bad_schedule_file_is_refused_by_name_and_key(tmp_path, change, messag
         (("zb", 4, 8), "schedule", "there is no 'zb'; there are gpipe, 1f1b"),
         (("1f1b", 0, 8), "num_ranks", "0 is below 1"),
         (("1f1b", 4, 0), "num_microbatches", "0 is below 1"),
-        (("1f1b", 4, 8, 2), "num_chunks", "1f1b has 1 a rank, not 2; interleaved"),
-        (("dualpipev", 4, 8, 3), "num_chunks", "dualpipev has 2 a rank, not 3"),
+        (("1f1b", 4, 8, 2), "num_chunks", "1f1b has 1 chunk a rank, not 2; interleaved"),
+        (("dualpipev", 4, 8, 3), "num_chunks", "dualpipev has 2 chunks a rank, not 3"),
         (("interleaved", 4, 8, 1), "num_chunks", "needs 2 or more, not 1; 1f1b"),
         (("interleaved", 4, 6), "num_microbatches", "6 is not a multiple of the 4 ranks.* 8 or 4"),
         (("dualpipev", 4, 7), "num_microbatches", "7, but dualpipev on 4 ranks needs at least 8"),
