@@ -30,7 +30,6 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from mxjax.kernels.implementation import device_kind
 from mxjax.pipeline.graph import Graph, Operation, Program, trace
 
 Layer = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
@@ -133,7 +132,7 @@ def split_layer(
     `offload`: names of tensors that are to wait in the host's memory; see `LayerSplit.on_host`.
     `fp32_gradients`: those of weights leave their matrix products in fp32. Where nothing lies
     between a product and the sum over microbatches, a GPU's product adds itself to it, and nothing
-    is rounded in between.
+    is rounded in between. XLA's CPU backend has no such products.
     To be called where the layer could be called: within `shard_map`, for a layer with collectives.
     """
 
@@ -153,7 +152,7 @@ def split_layer(
     stats_tree = tree.children()[2]
     n = 2 + stats_tree.num_leaves
     out_forward, d_x, d_params = graph.outputs[:n], graph.outputs[n], graph.outputs[n + 1 :]
-    if fp32_gradients and device_kind() != "cpu":  # which has no such products
+    if fp32_gradients:
         _widen_products(graph, d_params)
     free = set(range(len(graph.avals))) - graph.dependents([in_x, in_dy])
     forward = graph.needed(out_forward)

@@ -263,7 +263,7 @@ class Stagewise:
             if kind not in self._splits:
                 layer, offload = partial(model.layer, kind), model.offloaded(kind)
                 self._splits[kind] = split_layer(
-                    layer, weights, x, side, offload, fp32_gradients=True
+                    layer, weights, x, side, offload, fp32_gradients=not self._on_cpu
                 )
             return self._splits[kind]
 

@@ -122,7 +122,8 @@ class _Layer:
     def forward(self, given, weights, x):
         side = self._side(given)
         layer = partial(self._staged(given).layer, self.kind)
-        self.split = split_layer(layer, weights, x, side, fp32_gradients=True)
+        on_cpu = self.objective.mesh.devices.flat[0].platform == "cpu"
+        self.split = split_layer(layer, weights, x, side, fp32_gradients=not on_cpu)
         y, _, _, residuals = self.split.forward(weights, x, side)
         return y, residuals
 

@@ -99,8 +99,8 @@ BAD = [
     # axes
     ({"parallel.pp": "2", "parallel.cp": "2"}, "parallel.cp_rotation", '"ppermute"', ["parallel.pp > 1", "set it to alltoall", "allgather"]),
     ({"parallel.pp": "3", "parallel.zero_stage": "0"}, "model.num_layers", "4", ["3 stages hold 3 or 6", "set pipeline.empty_layers to auto (2 empty)"]),
-    ({"parallel.pp": "2", "pipeline.vpp": "2"}, "pipeline.vpp", "2", ["1f1b has 1 a rank", "interleaved"]),
-    ({"parallel.pp": "2", "pipeline.schedule": "dualpipev", "pipeline.vpp": "3", "training.num_microbatches": "4"}, "pipeline.vpp", "3", ["dualpipev has 2 a rank"]),
+    ({"parallel.pp": "2", "pipeline.vpp": "2"}, "pipeline.vpp", "2", ["1f1b has 1 chunk a rank", "interleaved"]),
+    ({"parallel.pp": "2", "pipeline.schedule": "dualpipev", "pipeline.vpp": "3", "training.num_microbatches": "4"}, "pipeline.vpp", "3", ["dualpipev has 2 chunks a rank"]),
     ({"parallel.pp": "2", "pipeline.schedule": "dualpipev"}, "training.num_microbatches", "1", ["needs at least 4", "1f1b"]),
     ({"parallel.pp": "2", "pipeline.cells": "joint", "pipeline.schedule": "gpipe"}, "pipeline.cells", '"joint"', ["it has full, split"]),
     ({"pipeline.costs": "1,1,1"}, "pipeline.costs", '"1,1,1"', ["measured or a list", "[1.0, 1.3, 1.15, 2.35]"]),
