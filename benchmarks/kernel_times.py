@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,35 +34,51 @@ def profile(run: Callable[[], None], steps: int, program: str) -> list[KernelTim
     Raises:
       RuntimeError: the profile has no device in it, as on a CPU.
     """
-    import jax
-
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        files = list(Path(folder).rglob("*.xplane.pb"))
-        data = jax.profiler.ProfileData.from_file(str(files[0]))
-    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
-    if not planes:
-        raise RuntimeError("--profile: the profile has no GPU in it; it needs one")
+        planes = gpu_planes(run, Path(folder))
     origins = dict(re.findall(r'%?([\w.\-]+) = [^\n]*op_name="([^"]*)"', program))
     spent: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0.0])
-    for line in planes[0].lines:
-        if not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            stats = {str(key): str(value) for key, value in event.stats}
-            instruction = stats.get("hlo_op", event.name)
-            origin = origins.get(instruction) or origins.get(event.name.replace("_", "."), "")
-            total = spent[
-                instruction if instruction == event.name else f"{instruction} {event.name}", origin
-            ]
-            total[0] += 1
-            total[1] += event.duration_ns / 1e3
+    for event, stats in events_of(planes[0]):
+        instruction = stats.get("hlo_op", event.name)
+        origin = origins.get(instruction) or origins.get(event.name.replace("_", "."), "")
+        total = spent[
+            instruction if instruction == event.name else f"{instruction} {event.name}", origin
+        ]
+        total[0] += 1
+        total[1] += event.duration_ns / 1e3
     rows = [
         KernelTime(name, origin, calls / steps, microseconds / steps)
         for (name, origin), (calls, microseconds) in spent.items()
     ]
     return sorted(rows, key=lambda row: -row.microseconds)
+
+
+def gpu_planes(run: Callable[[], None], folder: Path) -> list:
+    """What each GPU did in `run`, which waits for it, by JAX's profiler, which writes to `folder`.
+
+    Raises:
+      RuntimeError: the profile has no device in it, as on a CPU.
+    """
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # they would slow the host down
+    with jax.profiler.trace(folder, profiler_options=options):
+        run()
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    data = jax.profiler.ProfileData.from_file(str(files[-1]))
+    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
+    if not planes:
+        raise RuntimeError("--profile: the profile has no GPU in it; it needs one")
+    return planes
+
+
+def events_of(plane) -> Iterator[tuple]:
+    """Kernels and copies of a GPU, each with what the profiler says of it."""
+    for line in plane.lines:
+        if line.name.startswith("Stream"):
+            for event in line.events:
+                yield event, {str(key): str(value) for key, value in event.stats}
 
 
 def table(rows: list[KernelTime]) -> str:

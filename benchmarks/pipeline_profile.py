@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kernel_times import events_of, gpu_planes
+
 
 @dataclass
 class Spent:
@@ -38,33 +40,20 @@ def profile(run: Callable[[], None], folder: Path) -> str:
     Raises:
       RuntimeError: the profile has no device in it, as on a CPU.
     """
-    import jax
-
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0  # they would slow the host down
-    with jax.profiler.trace(folder, profiler_options=options):
-        run()
-    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    data = jax.profiler.ProfileData.from_file(str(files[-1]))
-    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
-    if not planes:
-        raise RuntimeError("--profile: the profile has no GPU in it; it needs one")
+    planes = gpu_planes(run, folder)
     return "\n".join(f"{plane.name}\n{table(plane)}" for plane in planes)
 
 
 def table(plane) -> str:
     """Programs of a GPU by time, then what is no part of one: copies between GPUs, mostly."""
     events = [
-        (event.start_ns, event.end_ns, event.name, {str(k): v for k, v in event.stats})
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
+        (event.start_ns, event.end_ns, event.name, stats) for event, stats in events_of(plane)
     ]
     programs: dict[str, Spent] = collections.defaultdict(Spent)
     others: dict[str, list[float]] = collections.defaultdict(list)
     end, last, first = None, "", {}
     for start, stop, name, stats in sorted(events, key=lambda event: event[:2]):
-        module = str(stats.get("hlo_module", "")).removeprefix("jit_")
+        module = stats.get("hlo_module", "").removeprefix("jit_")
         if not module:
             others[name].append((stop - start) / 1e3)
             continue

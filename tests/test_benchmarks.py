@@ -11,11 +11,12 @@ import pytest
 from mxjax.config import load_config
 from mxjax.training.flops import model_flops_per_token
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
 
 def load(name):
     """A script as a module."""
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -48,8 +49,10 @@ def test_an_unknown_word_of_a_variant_is_named(variants):
         variants.overrides_of("llama8L", "unrolled-fast")
 
 
-def test_a_profile_says_what_the_runs_of_each_program_took():
+def test_a_profile_says_what_the_runs_of_each_program_took(monkeypatch):
     """Two runs of F0 (kernels of 3 and 2 us, 1 us apart) around one of B0, and a copy."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    profile = load("pipeline_profile")
 
     def event(start, end, name, **stats):
         return SimpleNamespace(start_ns=start, end_ns=end, name=name, stats=stats.items())
@@ -68,7 +71,7 @@ def test_a_profile_says_what_the_runs_of_each_program_took():
     plane = SimpleNamespace(
         lines=[SimpleNamespace(name=name, events=events) for name, events in lines.items()]
     )
-    found = [line.split() for line in load("pipeline_profile").table(plane).splitlines()[1:]]
+    found = [line.split() for line in profile.table(plane).splitlines()[1:]]
     #        program, runs, kernels, busy, gaps, before
     assert found[0] == ["F0", "2", "2.0", "5.0", "1.0", "0.0"]
     assert found[1] == ["B0", "1", "2.0", "5.0", "1.0", "10.0"]

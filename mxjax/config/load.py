@@ -359,10 +359,13 @@ def _of_fields(details: Sequence[Mapping]) -> list[Mapping]:
     type in it, ``literal['auto']`` or ``tuple[...]``."""
     found = []
     for detail in details:
-        types = [part for part in detail["loc"] if "[" in str(part)]
+        types = [part for part in detail["loc"] if str(part).startswith(("literal[", "tuple["))]
         if types:
             for_word = types[0].startswith("literal")
-            if isinstance(detail["input"], list) if for_word else detail["type"] == "tuple_type":
+            of_other = (
+                isinstance(detail["input"], list) if for_word else detail["type"] == "tuple_type"
+            )
+            if of_other:  # what the other of the two says of this value is of more use
                 continue
             detail = detail | {"loc": tuple(p for p in detail["loc"] if p not in types)}
             if for_word:

@@ -46,17 +46,18 @@ transpose xor
 _CHEAP = frozenset(_CHEAP_NAMES.split())
 """Primitives that are bound by memory and read about as much as they write."""
 
+_CHEAP_KERNELS = frozenset({"tiles_kernel", "registers_kernel", "rows_kernel", "rotation_kernel"})
+"""Kernels of which the same is true: elementwise functions (two), norms, rotary embeddings."""
+
 _REARRANGING_NAMES = """
 broadcast_in_dim concatenate convert_element_type copy dynamic_slice empty2 expand_dims iota name
 optimization_barrier pad pbroadcast pvary reshape rev slice split squeeze stop_gradient transpose
 """
 _REARRANGING = frozenset(_REARRANGING_NAMES.split())
-"""Those among them that compute nothing, and are mostly a part of what reads their results."""
+"""Cheap ones that compute nothing, and are mostly a part of what reads their results."""
 
 _RESHAPING = frozenset({"copy", "expand_dims", "name", "reshape", "squeeze", "transpose"})
-
-_CHEAP_KERNELS = frozenset({"tiles_kernel", "registers_kernel", "rows_kernel", "rotation_kernel"})
-"""Kernels of which the same is true: elementwise functions (two), norms, rotary embeddings."""
+"""Those of them whose result has the same elements, in the precision that they come in."""
 
 _KEPT_LONGER = 8
 """Keeping a residual of F until W costs this many times less than a value of B's own: under delayed
@@ -108,7 +109,7 @@ class LayerSplit:
         return dx, cut
 
     def weight_gradients(self, params, side, residuals, cut) -> Any:
-        """Gradients of the weights, of products in fp32; `residuals` are those of `kept_of`."""
+        """Gradients of the weights; `residuals` are those of `kept_of`."""
         leaves = jax.tree.leaves((params, side, list(residuals), list(cut)))
         return jax.tree.unflatten(self._params, self.programs["W"](leaves))
 
