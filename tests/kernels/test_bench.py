@@ -190,6 +190,29 @@ def test_work_of_attention_is_that_of_the_pairs_that_see_each_other(case):
     assert case.both.flops == case.forward.flops + backward
 
 
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("SwiGLU", 3, 5),  # both branches; their gradients
+        ("bias-SwiGLU", 3, 5),
+        ("bias-GELU", 2, 3),
+        ("RMSNorm", 2, 3),
+        ("LayerNorm", 2, 3),
+        ("add + RMSNorm", 4, 4),  # two inputs and outputs; the sum, two gradients, and theirs
+        ("add + LayerNorm", 4, 4),
+        ("bias + dropout + add", 3, 2),  # the mask is drawn again, the residual's gradient is there
+    ],
+)
+def test_work_of_an_elementwise_op_is_what_its_passes_read_and_write(name, forward, backward):
+    """Arrays of [tokens, width] in bf16."""
+    named = {case.name.rpartition(" ")[0]: case for case in cases.elementwise_cases(small=False)}
+    case = named[name]
+    tokens, width = map(int, case.name.rpartition(" ")[2].split("x"))
+    one = 2 * tokens * width
+    assert case.forward.bytes == forward * one
+    assert case.both.bytes == (forward + backward) * one
+
+
 @pytest.mark.parametrize(("B", "S"), [(2, 8192), (3, 100)])
 def test_documents_fill_their_sequences(B, S):
     lengths = attention.document_lengths(B, S, 1000 if S > 1000 else 10)

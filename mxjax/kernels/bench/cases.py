@@ -113,7 +113,7 @@ def elementwise_cases(small: bool) -> list[Case]:
         _norm_case("add_rms_norm", "add + RMSNorm", add_rms_norm, T, H, 2, 1),
         _norm_case("add_layer_norm", "add + LayerNorm", add_layer_norm, T, H, 2, 2),
         _tile_case(
-            "bias_dropout_add", f"bias + dropout + add {T}x{H}", _drop, [(T, H), (T, H), (H,)], 3, 1
+            "bias_dropout_add", f"bias + dropout + add {T}x{H}", _drop, [(T, H), (T, H), (H,)], 3, 2
         ),
         *(_rope_case(T, heads, interleaved) for heads in (32, 8) for interleaved in (False, True)),
     ]
