@@ -121,6 +121,10 @@ def check_backend(config: Config) -> None:
 
     from mxjax.kernels.implementation import mosaic_obstacle
 
+    processes = jax.process_count()
+    if config.parallel.pp > 1 and config.pipeline.executor == "stagewise" and processes > 1:
+        obstacle = f"needs one process that drives all devices, and there are {processes}; use auto"
+        raise ConfigError([Problem("pipeline.executor", "stagewise", obstacle)])
     named, obstacle = config.model.attention_implementation, None
     if named == "cudnn" and jax.default_backend() != "gpu":
         obstacle = f"needs an NVIDIA GPU, and JAX sees only {jax.default_backend()}"

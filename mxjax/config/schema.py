@@ -84,17 +84,18 @@ class PipelineConfig:
     """Chunks of layers on each rank (virtual pipeline); null: 2 for schedules with several, else
     1."""
     max_activations: Positive | None = None
-    """zbh1: microbatches that a rank may hold until their gradients of weights. From `parallel.pp`
-    on, an order is searched for the given `costs` that fills more of the gaps the more it may hold,
-    up to twice `parallel.pp`; null: the fixed order, which holds `parallel.pp`."""
+    """zbh1: microbatches that a rank may hold until their gradients of weights, in an order that is
+    searched for the given `costs`. More than `parallel.pp`, up to twice as many, fill more of the
+    gaps; fewer take less memory and leave more. null: the fixed order, which holds
+    `parallel.pp`."""
     cells: Literal["auto", "full", "split", "joint"] = "auto"
     """gpipe, 1f1b, interleaved: `full` computes both gradients at once, `split` sends that of the
     input on before it computes those of weights, `joint` runs a forward and a backward pass at the
     same time (more memory); `auto`: the fastest by simulation, without `joint`."""
     executor: Literal["auto", "one_program", "stagewise"] = "auto"
     """`one_program`: the whole step is one compiled program; `stagewise`: one for each kind of cell
-    and rank, which the host sends off in order: faster, for one process that drives all GPUs;
-    `auto`: stagewise where one process drives several GPUs."""
+    and rank, which the host sends off in order: faster, and only for one process that drives all
+    devices; `auto`: stagewise there, else one_program."""
     transfers: Literal["auto", "immediate", "deferred"] = "auto"
     """one_program: a tensor crosses to the next rank as soon as it is there, or just before it is
     needed; `auto`: the faster by simulation."""

@@ -149,7 +149,7 @@ def make_layout(
             stage from both ends inwards.
 
     Raises:
-        LayoutError: the layers do not add up.
+        LayoutError: the layers do not add up, or a rank has nothing to compute.
     """
     if placement == "v" and num_chunks != 2:
         raise LayoutError(
@@ -171,7 +171,7 @@ def make_layout(
         sizes = [per_rank[rank] // num_chunks for rank in owners]
     else:
         sizes, empty = _even_sizes(num_layers, num_ranks, num_chunks, account, empty_layers)
-    return StageLayout(
+    made = StageLayout(
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         placement=placement,
@@ -179,6 +179,8 @@ def make_layout(
         mtp_layers=_number(mtp),
         empty_layers=tuple(empty),
     )
+    _refuse_idle_ranks(made, layout, counts)
+    return made
 
 
 def count_stages(layout: str) -> int:
@@ -268,6 +270,27 @@ def _checked_places(places: Sequence[int], num_layers: int) -> Sequence[int]:
     if len(set(places)) < len(places):
         raise LayoutError("empty_layers", f"{list(places)} names a place twice; remove one")
     return places
+
+
+def _refuse_idle_ranks(
+    made: StageLayout, layout: str | None, counts: tuple[int | None, int | None]
+) -> None:
+    """A stage may have no layers, and a rank the embedding or the loss alone."""
+    for rank in range(made.num_ranks):
+        stages = made.stages_of(rank)
+        if any(
+            made.layers[s] or made.mtp_layers[s] or made.has_embedding(s) or made.has_loss(s)
+            for s in stages
+        ):
+            continue
+        key = "layout" if layout is not None else "num_layers"
+        if counts != (None, None):
+            key = f"num_layers_in_{'last' if counts[0] is None else 'first'}_pipeline_stage"
+        raise LayoutError(
+            key,
+            f"leaves rank {rank} with nothing to compute: {made.num_layers} layers lie on other "
+            "ranks; give it layers, or lower num_ranks",
+        )
 
 
 def _refuse_remainder(

@@ -10,7 +10,7 @@ from mxjax.config import Config, ConfigError, Problem
 from mxjax.moe.buckets import BucketChooser
 from mxjax.remat.layers import offloads_activations
 from mxjax.remat.sizes import gib, host_memory, parse_size
-from mxjax.training.plan import memory_model, runs_stagewise
+from mxjax.training.plan import memory_model
 from mxjax.training.programs import Programs
 
 
@@ -30,7 +30,7 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
         return
     programs = Programs(config, mesh)
     bucket = BucketChooser(config.moe.capacity_buckets).current
-    model = memory_model(programs, bucket, runs_stagewise(config, mesh), None)
+    model = memory_model(programs, bucket, programs.stagewise, None)
     programs.close()
     local = set(mesh.local_devices)
     ranks = [

@@ -23,13 +23,13 @@ from mxjax.config import Config, to_yaml
 from mxjax.data import DataError, Samples, build_data
 from mxjax.data.loader import BatchLoader
 from mxjax.moe.buckets import BucketChooser
-from mxjax.pipeline.configure import costs
 from mxjax.sharding.mesh import AXES
 from mxjax.training.attention_note import attention_note
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
 from mxjax.training.flops import parameter_counts
 from mxjax.training.layer_costs import with_costs
 from mxjax.training.metrics import MetricsLogger, StepRecord, Throughput, peak_memory_bytes
+from mxjax.training.pipeline_plan import pipeline_note
 from mxjax.training.profiler import StepProfiler
 from mxjax.training.programs import Programs
 from mxjax.training.run_dir import claim, write_config
@@ -58,8 +58,9 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config = with_costs(config, mesh)
         self.run_dir = Path(config.run_dir)
-        self.run_ahead = 0 if config.training.nonfinite == "skip" else RUN_AHEAD
         self.programs = Programs(config, mesh)
+        cannot = config.training.nonfinite == "skip" or self.programs.waits
+        self.run_ahead = 0 if cannot else RUN_AHEAD
         training = config.training
         self.data = build_data(
             config.data, training.seq_length, config.model.vocab_size, training.seed
@@ -370,9 +371,8 @@ class Trainer:
         say(f"attention: {attention_note(config, mesh)}")
         say(f"data: {self.data.train.describe()}")
         if mesh.shape["pp"] > 1:
-            found = costs(config)
-            times = f"F {found.F:g}, B {found.B:g}, W {found.W:g}, BW {found.both:g}"
-            say(f"costs of layers, {config.pipeline.schedule}: {times}")
+            stacks = self.programs.objective.stacks
+            say(f"pipeline: {pipeline_note(config, stacks, self.programs.stagewise)}")
         if self.start_step:
             say(f"resuming after step {self.start_step} of {config.training.num_steps}")
 

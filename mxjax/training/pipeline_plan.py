@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mxjax.config.schema import Config
 from mxjax.pipeline.configure import costs, stagewise_schedule, training_choice
 from mxjax.pipeline.simulate import simulate
+from mxjax.pipeline.stacks import Stacks
 from mxjax.pipeline.ticks import time_of_ticks
 from mxjax.training.pipelined import PipelinedObjective
 
@@ -69,11 +70,30 @@ class PipelinePlan:
     spare_parameters: SpareParameters
 
 
-def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) -> PipelinePlan:
-    """The plan of the schedule that the step is compiled for, and that `executor` will run."""
+def pipeline_note(config: Config, stacks: Stacks, stagewise: bool) -> str:
+    """What a run says when it starts: what it chose where the configuration left it open, and the
+    bubble of that."""
+    if stagewise:
+        schedule, cells = stagewise_schedule(config, stacks)
+        how = f"cells {cells}, executor stagewise"
+    else:
+        table, cells, transfers = training_choice(config, stacks)
+        schedule = table.schedule
+        how = f"cells {cells}, executor one_program, transfers {transfers}"
+    found = costs(config)
+    sizes = [sum(counts) for counts in stacks.stage_layers]
+    simulated = simulate(schedule, found, sizes)
+    return (
+        f"{schedule.name}, {how}; bubble {100 * simulated.bubble / simulated.makespan:.1f}% with "
+        f"F {found.F:g}, B {found.B:g}, W {found.W:g}, BW {found.both:g}"
+    )
+
+
+def pipeline_plan(config: Config, objective: PipelinedObjective, stagewise: bool) -> PipelinePlan:
+    """The plan of the schedule that a step runs; `stagewise`: by that executor."""
     table, cells, transfers = training_choice(config, objective.stacks)
     schedule = table.schedule
-    if executor == "stagewise":
+    if stagewise:
         schedule, cells = stagewise_schedule(config, objective.stacks)
     layout = objective.stacks.layout
     sizes = [sum(counts) for counts in objective.stacks.stage_layers]
@@ -82,7 +102,7 @@ def pipeline_plan(config: Config, objective: PipelinedObjective, executor: str) 
     held = zip(simulated.activations_until_B, simulated.activations_until_W, strict=True)
     return PipelinePlan(
         schedule=schedule.name,
-        executor=executor,
+        executor="stagewise" if stagewise else "one_program",
         cells=cells,
         transfers=transfers,
         chunks=layout.num_chunks,

@@ -33,12 +33,9 @@ from mxjax.training.memory_plan import Advice, MemoryModel, StagePlan
 from mxjax.training.memory_table import as_lines as memory_lines
 from mxjax.training.pipeline_plan import PipelinePlan, as_lines, pipeline_plan
 from mxjax.training.pipelined import PipelinedObjective, build_objective
-from mxjax.training.programs import Programs
+from mxjax.training.programs import Programs, runs_stagewise
 from mxjax.training.save_memory import Choice, save_memory
 from mxjax.training.target import Target
-
-GPUS_OF_A_HOST = 8
-"""A run on so many may be one process, of which executor stagewise is the default."""
 
 PLAN_VERSION = 1
 """Raised when a key of the JSON changes its meaning or goes away."""
@@ -169,7 +166,7 @@ def fitted(config: Config, mesh: Mesh | AbstractMesh, target: Target | None = No
     bucket = BucketChooser(config.moe.capacity_buckets).current
     with _attention_by_shapes(target):
         programs = Programs(config, mesh)
-        model = memory_model(programs, bucket, runs_stagewise(config, mesh), device)
+        model = memory_model(programs, bucket, programs.stagewise, device)
         programs.close()
         return save_memory(model, budget, lambda c: build_objective(c, mesh, bucket))
 
@@ -207,7 +204,6 @@ def _plan_of(
 ) -> Plan:
     mesh = programs.mesh
     stagewise = runs_stagewise(config, mesh)
-    executor = "stagewise" if stagewise else "one_program"
     counts, objective = parameter_counts(config.model, config.moe), programs.objective
     device = target.memory if target else _device_memory(mesh)
     model = memory_model(programs, bucket, stagewise, device)
@@ -234,20 +230,10 @@ def _plan_of(
             max(stages, key=lambda stage: stage.total),
         ),
         collectives=_by_axes(collectives(compiled.as_text()), dict(mesh.shape)) if compiled else (),
-        pipeline=pipeline_plan(config, objective, executor) if staged else None,
+        pipeline=pipeline_plan(config, objective, stagewise) if staged else None,
         stages=stages,
         advice=tuple(model.advice(target.ceilings)) if target else (),
     )
-
-
-def runs_stagewise(config: Config, mesh: Mesh | AbstractMesh) -> bool:
-    """As `Programs.is_stagewise`; on a mesh of shapes `auto` is taken for one process per host."""
-    if isinstance(mesh, Mesh):
-        executor = Programs.runs_stagewise(config, mesh)
-    else:
-        chosen = config.pipeline.executor
-        executor = chosen == "stagewise" or (chosen == "auto" and mesh.size <= GPUS_OF_A_HOST)
-    return executor and config.parallel.pp > 1
 
 
 def memory_model(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mxjax.config.schema import Config
 from mxjax.data.mtp import mtp_names
@@ -37,6 +37,9 @@ OFFLOADING_GPU_OPTIONS = {
 one after the other. And no copies of weights on streams of their own: XLA has four streams, and a
 layer whose weights are behind a transfer waits for it."""
 
+GPUS_OF_A_HOST = 8
+"""A run on so many may be one process."""
+
 
 class Programs:
     """Builds programs for one configuration and mesh, ahead of time where asked."""
@@ -44,6 +47,10 @@ class Programs:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
+        self.stagewise = runs_stagewise(config, mesh)
+        """Whether a step is many programs."""
+        self.waits = self.stagewise and mesh.devices.flat[0].platform == "cpu"
+        """Whether a step has ended when it is sent off, see `Stagewise`."""
         self.objective = build_objective(config, mesh)
         parts = self.objective.model.parts
         self.optimizer: optax.GradientTransformation = build_optimizer(
@@ -125,21 +132,6 @@ class Programs:
     def _objective(self, capacity_factor: float) -> Objective:
         return build_objective(self.config, self.mesh, capacity_factor)
 
-    @property
-    def is_stagewise(self) -> bool:
-        """Whether a step is many programs, see `PipelineConfig.executor`."""
-        return self.runs_stagewise(self.config, self.mesh)
-
-    @staticmethod
-    def runs_stagewise(config: Config, mesh: Mesh) -> bool:
-        """The same for any configuration and mesh."""
-        executor = config.pipeline.executor
-        if config.parallel.pp == 1 or executor == "one_program":
-            return False
-        alone = jax.process_count() == 1
-        on_gpus = mesh.devices.flat[0].platform == "gpu"
-        return executor == "stagewise" or (alone and on_gpus)
-
     def _stagewise_step(self, capacity_factor: float) -> Callable:
         """A step whose programs are compiled as they are first needed."""
         gradients = self._objective(capacity_factor).stagewise(self._compiler_options())
@@ -171,7 +163,7 @@ class Programs:
         return self.shardings, self.replicated, self._copies.shardings
 
     def _compile_step(self, capacity_factor: float) -> Any:
-        if self.is_stagewise:
+        if self.stagewise:
             return self._stagewise_step(capacity_factor)
         step = build_step(
             self.config, self._objective(capacity_factor), self.optimizer, capacity_factor
@@ -199,6 +191,14 @@ class Programs:
         if offloads and self.mesh.devices.flat[0].platform != "cpu":
             options |= OFFLOADING_GPU_OPTIONS
         return options
+
+
+def runs_stagewise(config: Config, mesh: Mesh | AbstractMesh) -> bool:
+    """See `PipelineConfig.executor`. On a mesh of shapes, `auto` is taken for one process per
+    host."""
+    if config.parallel.pp == 1 or config.pipeline.executor != "auto":
+        return config.parallel.pp > 1 and config.pipeline.executor == "stagewise"
+    return jax.process_count() == 1 if isinstance(mesh, Mesh) else mesh.size <= GPUS_OF_A_HOST
 
 
 class Copies:

@@ -114,10 +114,18 @@ REFUSED = {
         "pipeline.max_activations",
         "set pipeline.schedule to zbh1",
     ),
-    "fewer activations than ranks": (
-        {"layers": 4, "pp": 4, "pipeline": {"schedule": "zbh1", "max_activations": 3}},
-        "pipeline.max_activations",
-        "take 4 to 8",
+    "a rank that would have nothing to do": (
+        {
+            "layers": 4,
+            "pp": 3,
+            "pipeline": {
+                "num_layers_in_first_pipeline_stage": 2,
+                "num_layers_in_last_pipeline_stage": 2,
+            },
+        },
+        "pipeline.num_layers_in_first_pipeline_stage",
+        "leaves rank 1 with nothing to compute: 4 layers lie on other ranks; give it layers, or"
+        " lower parallel.pp",
     ),
     "too few microbatches for dualpipev": (
         {"layers": 8, "pp": 2, "pipeline": {"schedule": "dualpipev"}, "num_microbatches": 3},

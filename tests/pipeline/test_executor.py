@@ -78,6 +78,9 @@ CASES = {
     ),
     "zbh1": ("zbh1", 4, 6, {}, [(1, 0), (1, 1), (0, 2), (0, 1)]),
     "zbh1, searched": ("searched", 2, 5, {"max_activations": 4}, [(2, 0), (0, 2)]),
+    "zbh1, searched, one microbatch at a time": (
+        "searched", 2, 3, {"max_activations": 1}, [(2, 0), (0, 2)],
+    ),
     "zbv": ("zbv", 2, 4, {}, [(1, 0), (1, 0), (0, 1), (0, 1)]),
     "dualpipev": ("dualpipev", 2, 4, {}, [(2, 0), (1, 1), (0, 2), (0, 1)]),
     "dualpipev on 8 ranks, three empty places": (

@@ -82,7 +82,7 @@ def test_many_empty_layers_are_spread_from_both_ends_inwards():
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("loss", [False, True])
 def test_auto_fills_every_stage_to_the_same_size(num_stages, embedding, loss):
-    for num_layers in range(1, 26):
+    for num_layers in range(max(1, num_stages - 2), 26):  # each rank has something to do
         layout = make_layout(
             num_layers,
             num_stages,
@@ -130,7 +130,8 @@ def test_the_description_names_what_is_on_each_rank():
         "rank 0: embedding, layers 0-1 | layer 6, 1 empty, mtp 0, loss\n"
         "rank 1: layers 2-3 | layers 4-5"
     )
-    assert make_layout(2, 4, layout="E|tt||L").describe().splitlines()[2] == "rank 2: nothing"
+    in_a_v = make_layout(4, 2, 2, "v", layout="Ett||tt|L")
+    assert in_a_v.describe().splitlines()[1] == "rank 1: nothing | layers 2-3"
 
 
 @pytest.mark.parametrize(
@@ -247,3 +248,27 @@ def test_layers_that_do_not_add_up_are_refused_with_both_sums(arguments, key, me
         make_layout(**arguments)
     assert error.value.key == key
     assert message in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "rank"),
+    [
+        ({"num_layers": 3, "num_ranks": 3, "layout": "Ett||tL"}, "layout", 1),
+        (
+            {"num_layers": 2, "num_ranks": 3, "num_layers_in_last_pipeline_stage": 2},
+            "num_layers_in_last_pipeline_stage",
+            1,
+        ),
+        ({"num_layers": 1, "num_ranks": 4, "empty_layers": "auto"}, "num_layers", 2),
+    ],
+)
+def test_a_rank_with_nothing_to_compute_is_refused(arguments, key, rank):
+    with pytest.raises(LayoutError, match=f"leaves rank {rank} with nothing to compute") as error:
+        make_layout(**arguments)
+    assert error.value.key == key
+
+
+def test_a_rank_may_have_only_the_embedding_or_only_the_loss():
+    assert make_layout(4, 4, layout="E|tt|tt|L").layers == ((), (0, 1), (2, 3), ())
+    in_a_v = make_layout(4, 2, 2, "v", layout="Ett||tt|L")
+    assert in_a_v.layers == ((0, 1), (), (2, 3), ())

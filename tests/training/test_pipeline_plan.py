@@ -36,7 +36,7 @@ def dualpipev(programs_of):
 
 
 def plan_of(programs):
-    return pipeline_plan(programs.config, programs.objective, "one_program")
+    return pipeline_plan(programs.config, programs.objective, stagewise=False)
 
 
 def sizes_of(programs):

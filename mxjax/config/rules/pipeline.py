@@ -70,12 +70,6 @@ def limits_of_activations_are_for_zbh1(c: Config) -> Findings:
             f"{limit}, but only the order of zbh1 is searched; set pipeline.schedule to zbh1, or"
             " leave it out",
         )
-    elif limit < c.parallel.pp:
-        yield (
-            "pipeline.max_activations",
-            f"{limit} is below parallel.pp, {c.parallel.pp}, which the fixed order holds; take"
-            f" {c.parallel.pp} to {2 * c.parallel.pp}",
-        )
 
 
 @rule
