@@ -195,8 +195,8 @@ def costs_of(config: Config) -> Costs:
     return costs
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses what could not be measured, before anything is."""
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace, needed: int) -> None:
+    """Refuses what could not be measured, before anything is; `needed`: GPUs."""
     for name in ("layers", "microbatches", "seq_length", "hidden", "steps", "ep"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: is below 1")
@@ -204,8 +204,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--ep {args.ep}: needs experts; add --model moe")
     if MOE.num_experts % args.ep:
         parser.error(f"--ep {args.ep}: {MOE.num_experts} experts do not divide by it")
-    if len(jax.devices()) < 2 * args.ep:
-        parser.error(f"--ep {args.ep}: needs {2 * args.ep} devices, here are {len(jax.devices())}")
+    if len(jax.devices()) < needed:
+        parser.error(f"--ep {args.ep}: needs {needed} devices, here are {len(jax.devices())}")
     if args.profile and jax.default_backend() != "gpu":
         parser.error(f"--profile {args.profile}: needs GPUs, and JAX runs on the CPU here")
     if args.json and not Path(args.json).absolute().parent.is_dir():
@@ -230,8 +230,9 @@ def staged(args, name: str, costs: tuple[float, ...]) -> tuple[Config, TickTable
     return config, training_table(config, layer_stacks(config))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The options of a model, a stage and a measurement."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--model", choices=["llama", "moe"], default="llama")
     parser.add_argument("--schedules", default=",".join(VARIANTS))
     parser.add_argument("--layers", type=int, default=4, help="of one rank")
@@ -248,8 +249,13 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--stagewise", action="store_true", help="one program per cell")
     parser.add_argument("--xla", default="", help="compiler options, as name=value,name=value")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     args = parser.parse_args()
-    check(parser, args)
+    check(parser, args, needed=2 * args.ep)
     options = dict(option.split("=") for option in args.xla.split(",") if option)
     options = {name: {"true": True, "false": False}.get(v, v) for name, v in options.items()}
     half = configuration(args, args.layers)

@@ -36,4 +36,7 @@ def greedy_sample(
     tokens_S[: len(prompt)] = prompt
     for length in range(len(prompt), len(prompt) + num_tokens):
         tokens_S = extend(state.params, state.expert_bias, tokens_S, length)
+        # With more than 32 programs on their way to a device, JAX on CPUs makes threads wait that
+        # collectives need.
+        tokens_S.block_until_ready()
     return np.asarray(tokens_S)[len(prompt) : len(prompt) + num_tokens].tolist()
