@@ -14,6 +14,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 AxisSize = Annotated[int, Field(ge=-1)]
+VirtualDevices = Annotated[int, Field(ge=0, le=4096)]  # which take JAX 8 s to set up
 
 
 def component(cls):

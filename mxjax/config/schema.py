@@ -21,6 +21,7 @@ from mxjax.config.component import (
     NonNegative,
     NonNegativeFloat,
     Positive,
+    VirtualDevices,
     component,
 )
 from mxjax.config.model_schema import MLAConfig as MLAConfig
@@ -63,7 +64,7 @@ class ParallelConfig:
     so that whole experts spread over ep * tp ranks (Megatron's parallel folding)."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over devices."""
-    cpu_devices: NonNegative = 0
+    cpu_devices: VirtualDevices = 0
     """Run each process on this many virtual CPU devices instead of the real ones; 0: the real
     ones."""
 

@@ -136,6 +136,9 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     if arguments.max_activations is not None:
         if arguments.schedule != "zbh1":
             raise ScheduleError("--max-activations: is for --schedule zbh1 alone; remove it")
+        for option in ("vpp", "cells"):
+            if getattr(arguments, option) is not None:
+                raise ScheduleError(f"--{option}: a searched order has one form; remove it")
         return search_zero_bubble(
             arguments.pp, arguments.microbatches, arguments.costs, arguments.max_activations
         )

@@ -17,6 +17,9 @@ from mxjax.pipeline.schedule import loop_placement, v_placement
 
 Placement = Literal["loop", "v"]
 
+_MOST_LETTERS = 100_000
+"""Of a layout string without repetitions."""
+
 
 class LayoutError(ValueError):
     """Layers that do not fit the stages.
@@ -158,6 +161,13 @@ def make_layout(
     counts = (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)
     account = (account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)
     _refuse_two_ways(layout, counts, account, empty_layers)
+    for key, count in (("num_ranks", num_ranks), ("num_chunks", num_chunks)):
+        if count > num_layers + mtp_num_layers + 2:
+            raise LayoutError(
+                key,
+                f"{count}, but only {num_layers} layers, the embedding and the loss can be spread; "
+                "lower it",
+            )
     num_stages = num_ranks * num_chunks
     mtp = [0] * (num_stages - 1) + [mtp_num_layers]
     empty = [0] * num_stages
@@ -201,7 +211,9 @@ def _refuse_two_ways(
     counted = any(count is not None for count in counts)
     others = {
         "num_layers_in_first_pipeline_stage / num_layers_in_last_pipeline_stage": counted,
-        "account_for_..._in_pipeline_split": any(account),
+        "account_for_embedding_in_pipeline_split / account_for_loss_in_pipeline_split": any(
+            account
+        ),
         "empty_layers": bool(empty_layers),
     }
     if layout is not None:
@@ -283,7 +295,7 @@ def _refuse_idle_ranks(
             for s in stages
         ):
             continue
-        key = "layout" if layout is not None else "num_layers"
+        key = "layout" if layout is not None else "empty_layers"
         if counts != (None, None):
             key = f"num_layers_in_{'last' if counts[0] is None else 'first'}_pipeline_stage"
         raise LayoutError(
@@ -384,6 +396,8 @@ def _sizes_from_string(
 
 def _unrolled(layout: str) -> str:
     """The string without repetitions, brackets and commas."""
+    if not layout.strip():
+        raise LayoutError("layout", "is empty; leave it out for even stages, or write Et*4|t*4L")
     tokens = re.findall(r"\*\d+|.", re.sub(r"[,\s]", "", layout))
     groups: list[list[str]] = [[]]  # a list for each open bracket, of letters and closed groups
     for token in tokens:
@@ -394,6 +408,10 @@ def _unrolled(layout: str) -> str:
             groups.pop()
             groups[-1].append("".join(pieces))
         elif token[0] == "*" and len(token) > 1 and pieces:
+            if len(pieces[-1]) * int(token[1:]) > _MOST_LETTERS:
+                raise LayoutError(
+                    "layout", f"{layout!r} is longer than {_MOST_LETTERS:,} letters; repeat less"
+                )
             pieces[-1] *= int(token[1:])
         elif token in "EtmL|":
             pieces.append(token)

@@ -208,8 +208,12 @@ class Schedule:
         for key in ("ranks", "microbatches"):
             if type(data[key]) is not int or data[key] < 1:
                 raise ScheduleError(f"{key}: {data[key]!r} is not a whole number above 0")
-        orders = _numbered(data["ops"], "ops", num_ranks)
-        owners = _numbered(data["stage_to_rank"], "stage_to_rank", None)
+        if type(data["schedule"]) is not str:
+            raise ScheduleError(f"schedule: {data['schedule']!r} is not a name")
+        orders = _numbered(data["ops"], "ops")
+        if len(orders) != num_ranks:
+            raise ScheduleError(f"ranks: {num_ranks}, but ops has orders of {len(orders)}")
+        owners = _numbered(data["stage_to_rank"], "stage_to_rank")
         for stage, owner in enumerate(owners):
             if type(owner) is not int or not 0 <= owner < num_ranks:
                 raise ScheduleError(
@@ -222,6 +226,10 @@ class Schedule:
                 cells.append(tuple(parse_cell(str(text)) for text in order))
             except ScheduleError as error:
                 raise ScheduleError(f"ops of rank {rank}: {error}") from error
+        if num_microbatches > sum(map(len, cells)):
+            raise ScheduleError(
+                f"microbatches: {num_microbatches}, but ops has only {sum(map(len, cells))} cells"
+            )
         return cls(data["schedule"], num_ranks, num_microbatches, owners, tuple(cells))
 
     def save(self, path: str | Path) -> None:
@@ -257,11 +265,11 @@ _FORMAT = (
 )
 
 
-def _numbered(table: Any, key: str, count: int | None) -> tuple[Any, ...]:
+def _numbered(table: Any, key: str) -> tuple[Any, ...]:
     """The values of {"0": ..., "1": ...} in order."""
     if not isinstance(table, Mapping):
         raise ScheduleError(f"{key}: must be an object with keys 0, 1, ...")
-    numbers = [str(i) for i in range(len(table) if count is None else count)]
+    numbers = [str(i) for i in range(len(table))]
     if sorted(table) != sorted(numbers):
         raise ScheduleError(
             f"{key}: has keys {', '.join(table)}; expected 0 to {len(numbers) - 1}, each once"

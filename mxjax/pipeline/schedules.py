@@ -13,6 +13,7 @@ Backward work comes in three forms, the `cells` of a schedule:
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ from mxjax.pipeline.schedule import (
 )
 
 Cells = Literal["full", "split", "joint"]
+
+_MOST_FORWARDS = 500_000
+"""Of a schedule; to list and simulate them takes seconds."""
 
 
 class _Rank:
@@ -317,6 +321,7 @@ def make_schedule(
     info = SCHEDULES[name]
     _refuse_bad_counts(num_ranks, num_microbatches)
     num_chunks = _checked_chunks(name, num_chunks)
+    _refuse_too_many(num_ranks, num_microbatches, num_chunks)
     if cells not in info.cells:
         raise ScheduleError(
             f"{name} has no form {cells!r}; it has {', '.join(info.cells)}", key="cells"
@@ -346,6 +351,7 @@ def forward_only(
         ScheduleError: a number is below 1, or a V with other than two chunks.
     """
     _refuse_bad_counts(num_ranks, num_microbatches)
+    _refuse_too_many(num_ranks, num_microbatches, num_chunks)
     stage_to_rank = place(placement, num_ranks, num_chunks)
     if placement == "v":
         orders = [forward_v(num_ranks, num_microbatches, rank) for rank in range(num_ranks)]
@@ -399,6 +405,18 @@ def _checked_chunks(name: str, num_chunks: int | None) -> int:
             f"{name} has {own} {chunks} a rank, not {num_chunks}{way_out}", key="num_chunks"
         )
     return own
+
+
+def _refuse_too_many(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    counts = {
+        "num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks
+    }  # fmt: skip
+    if math.prod(counts.values()) > _MOST_FORWARDS:
+        raise ScheduleError(
+            f"{num_ranks} ranks x {num_chunks} chunks x {num_microbatches} microbatches are more "
+            f"than the {_MOST_FORWARDS:,} forwards that an order may have; lower one of them",
+            key=max(counts, key=counts.__getitem__),
+        )
 
 
 def _refuse_microbatches(name: str, num_ranks: int, num_microbatches: int) -> None:

@@ -7,12 +7,14 @@ these figures.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mxjax.pipeline.schedule import Cell, Kind, Op, Schedule, ScheduleError
 from mxjax.pipeline.validate import execution_order
+
+_LONGEST = 1e30
+"""Sums of which are finite."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,11 @@ class Costs:
     def __post_init__(self) -> None:
         times = (self.F, self.B, self.W, self.BW or 0.0, self.transfer, self.overlap)
         for time in (*times, *self.first, *self.last):
-            if not (math.isfinite(time) and time >= 0):
-                raise ScheduleError(f"{time} is not a time; all are 0 or above", key="costs")
-        if self.F == 0:
-            raise ScheduleError("F is 0; give it a time above 0", key="costs")
+            if not 0 <= time <= _LONGEST:
+                raise ScheduleError(f"{time} is not a time; all are 0 to {_LONGEST:g}", key="costs")
+        for name in ("F", "BW"):
+            if getattr(self, name) == 0:
+                raise ScheduleError(f"{name} is 0; give it a time above 0", key="costs")
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class LayerOrder:
             moved = _jitted(function, stack, donate)(leaf)
             if kind is not None:
                 moved = jax.device_put(moved, moved.sharding.with_memory_kind(kind))
-            # One after the other: each needs memory, and JAX on CPUs hangs with too many on their way.
+            # Each needs memory; and JAX on CPUs hangs with too many on their way.
             return jax.block_until_ready(moved)
 
         return jax.tree_util.tree_map_with_path(one, state)

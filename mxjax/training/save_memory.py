@@ -75,7 +75,8 @@ def save_memory(
     chosen = search.chosen(len(before))
     after = search.stages(chosen)
     if max(stage.total for stage in after) > budget:
-        raise ConfigError([_impossible(model, budget, build, ceilings, after)])
+        least = min(before, after, key=lambda stages: max(stage.total for stage in stages))
+        raise ConfigError([_impossible(model, budget, build, ceilings, least)])
     return Choice(
         config=_recomputing(model.config, chosen),
         lines=tuple(_lines(budget, chosen, before, after)),
@@ -140,9 +141,15 @@ class _Search:
         return fits if self.model.stagewise else [all(fits)] * len(fits)
 
     def _levels(self, num_ranks: int) -> list[int]:
-        """How many of the first candidates each rank needs; all of them where that does not do."""
+        """How many of the first candidates each rank needs; all of them where that does not do.
+
+        None first: where tensors wait on the host, or until W, computing some of them again can
+        take more memory than it gives.
+        """
         most = len(self.candidates)
-        low, high = [0] * num_ranks, [most] * num_ranks
+        fits = self._fits([[]] * num_ranks)
+        low = [0 if fit else min(1, most) for fit in fits]
+        high = [0 if fit else most for fit in fits]
         while any(a < b for a, b in zip(low, high, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
             fits = self._fits([self.candidates[:level] for level in middle])
@@ -157,17 +164,14 @@ def _recomputing(config: Config, chosen: Chosen) -> Config:
     """`config` with a rule for each group of each rank that computes something again; rules that
     were there come after them and win."""
     base, rules = config.remat, []
-    stages: dict[int, set[int]] = {}
-    for place in places_of(config):
-        rank = _rank_of(config, place.stage)
-        stages.setdefault(rank, set()).add(place.stage)
     # Stages may differ in what they offload.
     sections = {place.stage: section_at(config, place.stage) for place in places_of(config)}
     alike = all(c == chosen[0] for c in chosen) and len(set(sections.values())) == 1
-    for rank in [0] if alike else sorted(stages):
+    for rank in range(1 if alike else len(chosen)):
         for group in groups_of(config):
             names = tuple(c.name for c in chosen[rank] if c.group == group)
-            here = sorted({p.stage for p in places_of(config) if p.group == group} & stages[rank])
+            of_group = {place.stage for place in places_of(config) if place.group == group}
+            here = sorted(stage for stage in of_group if _rank_of(config, stage) == rank)
             parts = [(None, base)] if alike else _alike_stages(here, sections)
             for where, section in parts if names else ():
                 rules.append(
@@ -212,7 +216,8 @@ def _impossible(
     least: Sequence[StagePlan],
 ) -> Problem:
     needed, config = max(stage.total for stage in least), model.config
-    message = f"no recompute makes a step fit; the least by the plan is {gib(needed)}"
+    exact = f" ({needed - budget:,} bytes more)" if gib(needed) == gib(budget) else ""
+    message = f"no recompute makes a step fit; the least by the plan is {gib(needed)}{exact}"
     bound = [key for key in ("policy", "save", "rules") if _binds(config.remat, key)]
     if bound:
         free = model.with_objective(build(replace(config, remat=RematConfig())))

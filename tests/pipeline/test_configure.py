@@ -109,6 +109,21 @@ REFUSED = {
         "pipeline.costs",
         "2 numbers; give F, B, W",
     ),
+    "both gradients for nothing": (
+        {"layers": 4, "pp": 2, "pipeline": {"costs": (1.0, 1.0, 1.0, 0.0)}},
+        "pipeline.costs",
+        "BW is 0",
+    ),
+    "a layout with one stage a rank for several chunks": (
+        {"layers": 4, "pp": 2, "pipeline": {"schedule": "interleaved", "layout": "Ett|ttL"}},
+        "pipeline.layout",
+        "has 2 stages for 2 ranks, but interleaved needs 2 or more, not 1",
+    ),
+    "a layout that is none, for several chunks": (
+        {"layers": 4, "pp": 2, "pipeline": {"schedule": "interleaved", "layout": "Ex|tL"}},
+        "pipeline.layout",
+        "'x' in 'Ex|tL' is not expected",
+    ),
     "activations of an order that is not searched": (
         {"layers": 4, "pp": 2, "pipeline": {"schedule": "1f1b", "max_activations": 4}},
         "pipeline.max_activations",

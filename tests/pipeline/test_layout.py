@@ -234,7 +234,23 @@ def test_the_description_names_what_is_on_each_rank():
                 "account_for_loss_in_pipeline_split": True,
             },
             "num_layers_in_first_pipeline_stage",
-            "cannot be combined with account_for_..._in_pipeline_split",
+            "cannot be combined with account_for_embedding_in_pipeline_split / account_for_loss",
+        ),
+        (
+            {"num_layers": 4, "num_ranks": 10**22},
+            "num_ranks",
+            "only 4 layers, the embedding and the loss can be spread",
+        ),
+        (
+            {"num_layers": 4, "num_ranks": 2, "num_chunks": 10**6, "empty_layers": "auto"},
+            "num_chunks",
+            "only 4 layers, the embedding and the loss can be spread",
+        ),
+        ({"num_layers": 4, "num_ranks": 2, "layout": " "}, "layout", "is empty"),
+        (
+            {"num_layers": 4, "num_ranks": 2, "layout": "E(((t*1000)*1000)*1000)*1000|L"},
+            "layout",
+            "is longer than 100,000 letters",
         ),
         (
             {"num_layers": 12, "num_ranks": 4, "num_chunks": 3, "placement": "v"},
@@ -259,7 +275,7 @@ def test_layers_that_do_not_add_up_are_refused_with_both_sums(arguments, key, me
             "num_layers_in_last_pipeline_stage",
             1,
         ),
-        ({"num_layers": 1, "num_ranks": 4, "empty_layers": "auto"}, "num_layers", 2),
+        ({"num_layers": 3, "num_ranks": 4, "empty_layers": [1]}, "empty_layers", 1),
     ],
 )
 def test_a_rank_with_nothing_to_compute_is_refused(arguments, key, rank):

@@ -123,6 +123,23 @@ def test_the_picture_has_each_op_where_the_simulation_has_it(tmp_path):
             ["--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--max-activations", "3"],
             "--max-activations: is for --schedule zbh1 alone",
         ),
+        *(
+            (
+                [
+                    "--schedule",
+                    "zbh1",
+                    "--pp",
+                    "2",
+                    "--microbatches",
+                    "2",
+                    "--max-activations",
+                    "3",
+                    *more,
+                ],
+                f"{more[0]}: a searched order has one form",
+            )
+            for more in (["--vpp", "3"], ["--cells", "joint"])
+        ),
         (["--file", "{tmp}/none.json"], "none.json: No such file"),
         (["--file", "{golden}/gpipe_r4_m8.json", "--pp", "4"], "--pp: the file says that"),
         (["--file", "{tmp}/bad.json"], "rank 1: no input gradient of microbatch 1 in stage 1"),
@@ -143,6 +160,8 @@ def test_what_cannot_be_shown_is_refused(capsys, tmp_path, arguments, message):
         ("1,x,1", "'1,x,1' is not F,B,W"),
         ("1,-1,1", "'1,-1,1': costs: -1.0 is not a time"),
         ("0,1,1", "'0,1,1': costs: F is 0"),
+        ("1e308,1,1", "'1e308,1,1': costs: 1e+308 is not a time; all are 0 to 1e+30"),
+        ("nan,1,1", "'nan,1,1': costs: nan is not a time"),
     ],
 )
 def test_bad_costs_are_refused(capsys, costs, message):

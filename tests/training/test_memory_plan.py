@@ -186,6 +186,37 @@ def test_save_memory_gives_up_what_a_large_tensor_makes_unnecessary():
     assert search.chosen(3) == [[small, large]] * 3, "nothing fits"
 
 
+def test_save_memory_changes_nothing_where_that_fits_and_recompute_takes_more():
+    """As where tensors wait on the host: what is computed again from them is there twice."""
+    candidates = [Candidate("dense_layers", name, 8, 1, layers=1) for name in "abc"]
+
+    class Search(_Search):
+        def stages(self, chosen):
+            return [SimpleNamespace(total=50 + 8 * bool(of) - len(of)) for of in chosen]
+
+    for stagewise in (True, False):
+        search = Search(SimpleNamespace(stagewise=stagewise), 51, None, candidates)
+        assert search.chosen(2) == [[], []]
+
+
+@pytest.mark.parametrize("executor", ["one_program", "stagewise"])
+def test_save_memory_with_a_rank_without_layers(small_config, model_of, mesh_of, executor):
+    config = small_config(
+        "llama",
+        parallel={"pp": 2},
+        training={"num_microbatches": 4},
+        pipeline={"executor": executor, "num_layers_in_first_pipeline_stage": 0},
+    )
+    model = model_of(config, stagewise=executor == "stagewise")
+    before = model.stages()
+    build = lambda c: build_objective(c, mesh_of(c))  # noqa: E731
+    choice = save_memory(model, before[1].total - 1, build)
+    after = model.with_objective(build(choice.config)).stages()
+    assert max(stage.total for stage in after) < before[1].total
+    with pytest.raises(ConfigError, match="no recompute makes a step fit"):
+        save_memory(model, RESERVE, build)
+
+
 def test_on_a_gpu_attention_has_bytes_and_a_price(small_config, model_of, mesh_of, monkeypatch):
     """In a trace, cuDNN's attention has no products; plans must not go by it."""
 

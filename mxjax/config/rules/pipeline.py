@@ -8,7 +8,7 @@ from dataclasses import fields
 from mxjax.config.rules.registry import Findings, rule
 from mxjax.config.schema import Config, PipelineConfig
 from mxjax.pipeline.configure import costs, stage_layout, training_schedule
-from mxjax.pipeline.layout import LayoutError
+from mxjax.pipeline.layout import LayoutError, count_stages
 from mxjax.pipeline.schedule import ScheduleError
 
 _SETTINGS = {field.name: f"pipeline.{field.name}" for field in fields(PipelineConfig)} | {
@@ -55,8 +55,17 @@ def schedule_fits_the_microbatches(c: Config) -> Findings:
         return
     try:
         training_schedule(c)
+    except LayoutError:  # of a string without stages to count; see above
+        return
     except ScheduleError as error:
-        yield _finding(error)
+        key, message = _finding(error)
+        if key == "pipeline.vpp" and c.pipeline.vpp is None and c.pipeline.layout is not None:
+            stages = count_stages(c.pipeline.layout)
+            key, message = (
+                "pipeline.layout",
+                f"has {stages} stages for {c.parallel.pp} ranks, but {message}",
+            )
+        yield key, message
 
 
 @rule
