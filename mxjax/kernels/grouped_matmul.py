@@ -20,11 +20,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
 
 from mxjax.kernels import grouped_matmul_mosaic as mosaic
 from mxjax.kernels.implementation import (
     Implementation,
     choose,
+    is_interpreted,
     mosaic_obstacle,
     shape_class,
     varying_alike,
@@ -195,7 +199,24 @@ def _product(x_RK, w, groups, blocks: mosaic.MatmulBlocks | None, *, transposed:
     return lax.map(one_tile, (tiles, groups.group_N)).reshape(x_RK.shape[0], -1)
 
 
+_weight_gradient_p = Primitive(WEIGHT_GRADIENT)
+"""One operation, whatever computes it, so that who has traced a gradient finds it: bound with one
+operand more, `into_GKN`, it adds itself to that."""
+
+
 def _weight_gradient(x_RK, dy_RN, groups, into_GKN, blocks: mosaic.MatmulBlocks | None, dtype):
+    operands = [x_RK, dy_RN, groups.group_N, groups.first_G1]
+    if into_GKN is not None:
+        operands.append(into_GKN)
+    params = {"tile": groups.tile, "blocks": blocks, "dtype": jnp.dtype(dtype)}
+    if blocks is not None and is_interpreted():  # by callbacks, which an operation would hide
+        return _computed(*operands, **params)
+    return _weight_gradient_p.bind(*operands, **params)
+
+
+@_weight_gradient_p.def_impl
+def _computed(x_RK, dy_RN, group_N, first_G1, into_GKN=None, *, tile, blocks, dtype):
+    groups = RowGroups(group_N, first_G1, tile)
     if blocks is not None:
         return mosaic.grouped_matmul_weight_gradient(
             x_RK, dy_RN, groups, blocks, dtype=dtype, into=into_GKN
@@ -215,3 +236,14 @@ def _weight_gradient(x_RK, dy_RN, groups, into_GKN, blocks: mosaic.MatmulBlocks 
     tiles = (x, dy, groups.group_N, jnp.arange(x.shape[0]))
     total_GKN, _ = lax.scan(add_tile, total_GKN, tiles)
     return total_GKN.astype(dtype if into_GKN is None else into_GKN.dtype)
+
+
+@_weight_gradient_p.def_abstract_eval
+def _type(x_RK, dy_RN, group_N, first_G1, into_GKN=None, *, tile, blocks, dtype):
+    shape = (first_G1.shape[0] - 1, x_RK.shape[1], dy_RN.shape[1])
+    spec = x_RK.sharding.update(spec=PartitionSpec(None, None, None))
+    dtype = dtype if into_GKN is None else into_GKN.dtype
+    return x_RK.update(shape=shape, dtype=dtype, sharding=spec)
+
+
+mlir.register_lowering(_weight_gradient_p, mlir.lower_fun(_computed, multiple_results=False))

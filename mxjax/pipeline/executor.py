@@ -78,6 +78,10 @@ class StagedModel(Protocol):
     def reduce(self, kind: str, grads: Any) -> Any:
         """Gradients of a layer's weights in the form in which they are summed up."""
 
+    @property
+    def reduces(self) -> bool:
+        """Whether that is another form; if not, what makes them may add them to the sums."""
+
 
 class Pipeline:
     """A model, a table and weights, inside `shard_map`.

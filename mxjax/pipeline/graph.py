@@ -7,8 +7,9 @@ so that any subset of the operations can be run with any values given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -103,14 +104,18 @@ class Program:
     outputs: tuple[int, ...]
     constants: dict[int, Any]
 
-    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """Values of `outputs`."""
+    def __call__(
+        self, arguments: Sequence[Any], into: Mapping[int, Any] = MappingProxyType({})
+    ) -> list[Any]:
+        """Values of `outputs`. What makes one of `into` gets what is there as one operand more, to
+        add itself to."""
         values = dict(self.constants)
         values.update(zip(self.inputs, arguments, strict=True))
         for operation in self.operations:
             eqn = operation.eqn
             params = eqn.primitive.get_bind_params(eqn.params)
             inputs = [values[v] for v in operation.inputs]
+            inputs += [into[v] for v in operation.outputs if v in into]
             with eqn.ctx.manager:
                 results = eqn.primitive.bind(*inputs, **params)
             if not eqn.primitive.multiple_results:

@@ -30,6 +30,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from mxjax.pipeline.gradient_sums import add
 from mxjax.pipeline.graph import Graph, Operation, Program, trace
 
 Layer = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
@@ -59,6 +60,9 @@ _REARRANGING = frozenset(_REARRANGING_NAMES.split())
 _RESHAPING = frozenset({"copy", "expand_dims", "name", "reshape", "squeeze", "transpose"})
 """Those of them whose result has the same elements, in the precision that they come in."""
 
+_ADDING = frozenset({"grouped_matmul_weight_gradient"})
+"""Primitives that take one operand more, to which they add their result."""
+
 _KEPT_LONGER = 8
 """Keeping a residual of F until W costs this many times less than a value of B's own: under delayed
 W most ranks' residual slots live that long in any case."""
@@ -86,6 +90,8 @@ class LayerSplit:
     names: tuple[str | None, ...]
     programs: dict[str, Program]
     """F, B, W, BW: the last does B and W in one go."""
+    adding: frozenset[int]
+    """Those of their outputs, gradients of weights, that what makes them adds to a sum."""
     _stats: Any
     _params: Any
 
@@ -108,15 +114,32 @@ class LayerSplit:
         dx, *cut = self.programs["B"](jax.tree.leaves((params, side, list(residuals), dy)))
         return dx, cut
 
-    def weight_gradients(self, params, side, residuals, cut) -> Any:
-        """Gradients of the weights; `residuals` are those of `kept_of`."""
+    def weight_gradients(self, params, side, residuals, cut, total: Any = None) -> Any:
+        """Gradients of the weights; `residuals` are those of `kept_of`. With `total`, the sums of
+        earlier ones in fp32: the new sums."""
         leaves = jax.tree.leaves((params, side, list(residuals), list(cut)))
-        return jax.tree.unflatten(self._params, self.programs["W"](leaves))
+        return self._gradients("W", leaves, total)[1]
 
-    def backward_both(self, params, side, residuals, dy) -> tuple[jax.Array, Any]:
-        """Gradient of the input and of the weights."""
-        dx, *grads = self.programs["BW"](jax.tree.leaves((params, side, list(residuals), dy)))
-        return dx, jax.tree.unflatten(self._params, grads)
+    def backward_both(self, params, side, residuals, dy, total: Any = None) -> tuple[Any, Any]:
+        """Gradient of the input, and of the weights as `weight_gradients`."""
+        leaves = jax.tree.leaves((params, side, list(residuals), dy))
+        (dx,), grads = self._gradients("BW", leaves, total)
+        return dx, grads
+
+    def _gradients(self, name: str, leaves: list[Any], total: Any) -> tuple[list[Any], Any]:
+        """What a program gives before the gradients of the weights, and these."""
+        program, n = self.programs[name], self._params.num_leaves
+        outputs = program.outputs[-n:]
+        if total is None:
+            results = program(leaves)
+            return results[:-n], jax.tree.unflatten(self._params, results[-n:])
+        sums = dict(zip(outputs, jax.tree.leaves(total), strict=True))
+        results = program(leaves, {v: sums[v] for v in outputs if v in self.adding})
+        added = [
+            grad if v in self.adding else add(sums[v], grad)
+            for v, grad in zip(outputs, results[-n:], strict=True)
+        ]
+        return results[:-n], jax.tree.unflatten(self._params, added)
 
 
 def split_layer(
@@ -185,6 +208,7 @@ def split_layer(
             "W": graph.program([*held, *kept, *cut], d_params),
             "BW": graph.program([*held, *residuals, in_dy], [d_x, *d_params]),
         },
+        adding=_adding(graph, d_params),
         _stats=stats_tree,
         _params=jax.tree.structure(params),
     )
@@ -207,6 +231,13 @@ def _widen_products(graph: Graph, outputs: list[int]) -> None:
             graph.operations[n] = replace(op, eqn=op.eqn.replace(params=params))
             for v in along:
                 graph.avals[v] = graph.avals[v].update(dtype=np.dtype(np.float32))
+
+
+def _adding(graph: Graph, outputs: list[int]) -> frozenset[int]:
+    """Those of `outputs` that nothing else reads and that their primitive can add to a sum."""
+    uses = Counter([v for op in graph.operations for v in op.inputs] + graph.outputs)
+    found = [v for op in graph.operations if op.name in _ADDING for v in op.outputs]
+    return frozenset(v for v in outputs if v in found and uses[v] == 1)
 
 
 def _names(graph: Graph) -> dict[int, str]:

@@ -441,13 +441,17 @@ class _Work:
         if self.kind is Kind.B:
             self.x, self.made[name] = split.backward(weights, side, residuals, self.x)
             return
+        sums = list(state["grads"][group])
+        into = None if self.model.reduces else sums[place]
         if self.kind is Kind.W:
-            grads = split.weight_gradients(weights, side, residuals, self.given["cut"][name])
+            cut = self.given["cut"][name]
+            grads = split.weight_gradients(weights, side, residuals, cut, into)
             self.x = min(jax.tree.leaves(grads), key=lambda leaf: leaf.size)  # see `fetch`
         else:
-            self.x, grads = split.backward_both(weights, side, residuals, self.x)
-        sums = list(state["grads"][group])
-        sums[place] = add(sums[place], self.model.reduce(kind, grads))
+            self.x, grads = split.backward_both(weights, side, residuals, self.x, into)
+        if self.model.reduces:
+            grads = add(sums[place], self.model.reduce(kind, grads))
+        sums[place] = grads
         state["grads"][group] = sums
 
     def end(self, state) -> dict[str, Any]:

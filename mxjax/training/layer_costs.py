@@ -89,13 +89,26 @@ def _measure_layer(objective: PipelinedObjective, kind: str) -> dict[str, float]
     forward, backward = program(layer.forward), program(layer.backward)
     y, residuals = forward(given, weights, x)
     _, cut = backward(given, weights, residuals, y)
-    sums = program(layer.zero_sums)(given, weights)
+    sums = program(layer.zero_sums)
+    late = partial(program(layer.late, donate=(2,)), given, weights)
+    both = partial(program(layer.both, donate=(2,)), given, weights)
     return {
         "F": _seconds(partial(forward, given, weights, x)),
         "B": _seconds(partial(backward, given, weights, residuals, y)),
-        "W": _seconds(partial(program(layer.late), given, weights, sums, residuals, cut)),
-        "BW": _seconds(partial(program(layer.both), given, weights, sums, residuals, y)),
+        "W": _seconds(_adding(late, sums(given, weights), residuals, cut)),
+        "BW": _seconds(_adding(both, sums(given, weights), residuals, y)),
     }
+
+
+def _adding(program: Callable, sums: Any, *rest: Any) -> Callable[[], Any]:
+    """Calls of a program that gives up the sums and returns the new ones, last."""
+
+    def call():
+        nonlocal sums
+        *others, sums = program(sums, *rest)
+        return others, sums
+
+    return call
 
 
 @dataclass
@@ -132,12 +145,21 @@ class _Layer:
 
     def late(self, given, weights, sums, residuals, cut):
         kept = self.split.kept_of(residuals)
-        grads = self.split.weight_gradients(weights, self._side(given), kept, cut)
-        return add(sums, self._staged(given).reduce(self.kind, grads))
+        into = self._into(given, sums)
+        grads = self.split.weight_gradients(weights, self._side(given), kept, cut, into)
+        return (self._added(given, sums, grads),)
 
     def both(self, given, weights, sums, residuals, dy):
-        dx, grads = self.split.backward_both(weights, self._side(given), residuals, dy)
-        return dx, add(sums, self._staged(given).reduce(self.kind, grads))
+        into = self._into(given, sums)
+        dx, grads = self.split.backward_both(weights, self._side(given), residuals, dy, into)
+        return dx, self._added(given, sums, grads)
+
+    def _into(self, given, sums) -> Any:
+        return None if self._staged(given).reduces else sums
+
+    def _added(self, given, sums, grads) -> Any:
+        staged = self._staged(given)
+        return add(sums, staged.reduce(self.kind, grads)) if staged.reduces else grads
 
     def zero_sums(self, given, weights):
         return zero_sums(jax.eval_shape(partial(self._staged(given).reduce, self.kind), weights))
@@ -152,9 +174,12 @@ class _Layer:
         return staged.side(self.kind, staged.context(jnp.int32(0)), first)
 
 
-def _program(mesh: Mesh, function: Callable) -> Callable:
-    """`function` on each device. The first argument is what all know, `_specs` says how; all other
-    arrays have a leading dim for devices, since nothing is known to be equal on several."""
+def _program(mesh: Mesh, function: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """`function` on each device; it may use the memory of the arguments `donate`.
+
+    The first argument is what all know, as `call` says; all other arrays have a leading dim for
+    devices, since nothing is known to be equal on several.
+    """
     varying = PartitionSpec(mesh.axis_names)
 
     def shard(given, *arguments):
@@ -166,7 +191,7 @@ def _program(mesh: Mesh, function: Callable) -> Callable:
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=varying, check_vma=False)
         return mapped(given, *arguments)
 
-    return jax.jit(call)
+    return jax.jit(call, donate_argnums=donate)
 
 
 def _batch(objective: PipelinedObjective) -> Batch:

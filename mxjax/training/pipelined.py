@@ -211,6 +211,7 @@ class Staged:
         self.num_microbatches = batch["tokens"].shape[0]
         self.num_targets, self.key = num_targets, key
         self.with_finite = key is None
+        self.reduces = objective.config.parallel.zero_stage == 2
         num_dense = self.model.model.num_layers - self.model.num_moe_layers
         self.first_layer = {"dense_layers": 0, "moe_layers": num_dense}
 
@@ -332,7 +333,7 @@ class Staged:
 
     def reduce(self, kind: str, grads: Any) -> Any:
         objective, group = self.objective, self.group(kind)
-        if objective.config.parallel.zero_stage != 2:
+        if not self.reduces:
             return grads
         return objective.zero[group].scatter_gradients(grads, self.model.parts[group].layer_infos)
 

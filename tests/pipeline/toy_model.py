@@ -70,6 +70,8 @@ class Toy:
     def add_head(self, stats, microbatch, of_head):
         return stats[0] + of_head, stats[1]
 
+    reduces = False
+
     def reduce(self, kind, grads):
         return grads
 
