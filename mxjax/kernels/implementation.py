@@ -228,11 +228,6 @@ def interpreted(detect_races: bool = True) -> Iterator[None]:
         yield
 
 
-def is_interpreted() -> bool:
-    """Whether kernels that are traced now are `interpreted`."""
-    return _interpreted.get() is not None
-
-
 # Types inside `shard_map` with `check_vma`
 
 

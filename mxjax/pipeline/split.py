@@ -63,6 +63,9 @@ _RESHAPING = frozenset({"copy", "expand_dims", "name", "reshape", "squeeze", "tr
 _ADDING = frozenset({"grouped_matmul_weight_gradient"})
 """Primitives that take one operand more, to which they add their result."""
 
+_IN_PLACE = _RESHAPING - {"transpose"}
+"""Those which leave them in their order."""
+
 _KEPT_LONGER = 8
 """Keeping a residual of F until W costs this many times less than a value of B's own: under delayed
 W most ranks' residual slots live that long in any case."""
@@ -90,8 +93,8 @@ class LayerSplit:
     names: tuple[str | None, ...]
     programs: dict[str, Program]
     """F, B, W, BW: the last does B and W in one go."""
-    adding: frozenset[int]
-    """Those of their outputs, gradients of weights, that what makes them adds to a sum."""
+    adding: dict[int, tuple[int, tuple[int, ...]]]
+    """Gradients of weights that what makes them adds to a sum, see `_adding`."""
     _stats: Any
     _params: Any
 
@@ -134,7 +137,8 @@ class LayerSplit:
             results = program(leaves)
             return results[:-n], jax.tree.unflatten(self._params, results[-n:])
         sums = dict(zip(outputs, jax.tree.leaves(total), strict=True))
-        results = program(leaves, {v: sums[v] for v in outputs if v in self.adding})
+        into = {made: sums[v].reshape(shape) for v, (made, shape) in self.adding.items()}
+        results = program(leaves, into)
         added = [
             grad if v in self.adding else add(sums[v], grad)
             for v, grad in zip(outputs, results[-n:], strict=True)
@@ -214,30 +218,41 @@ def split_layer(
     )
 
 
+def _sources(graph: Graph, outputs: list[int], through: frozenset[str]) -> dict[int, list[int]]:
+    """For each of `outputs` the values that it is a form of, itself first: from the last on by
+    operations `through`. Without those outputs whose values something else reads too."""
+    uses = Counter([v for op in graph.operations for v in op.inputs] + graph.outputs)
+    made_by = {v: op for op in graph.operations for v in op.outputs}
+    found = {}
+    for value in outputs:
+        along = [value]
+        while (op := made_by.get(along[-1])) is not None and op.name in through:
+            along += op.inputs
+        if all(uses[v] == 1 for v in along):
+            found[value] = along
+    return found
+
+
 def _widen_products(graph: Graph, outputs: list[int]) -> None:
     """Makes matrix products give those of `outputs` that are nothing else in fp32."""
-    uses = Counter([v for op in graph.operations for v in op.inputs] + graph.outputs)
     made_by = {v: n for n, op in enumerate(graph.operations) for v in op.outputs}
-    for value in outputs:
-        n, along = made_by.get(value), [value]
-        while n is not None and graph.operations[n].name in _RESHAPING:
-            along += graph.operations[n].inputs
-            n = made_by.get(along[-1])
-        if n is None or any(uses[v] > 1 for v in along):
+    for value, along in _sources(graph, outputs, _RESHAPING).items():
+        n = made_by.get(along[-1])
+        if n is None or graph.operations[n].name != "dot_general":
             continue
-        op = graph.operations[n]
-        if op.name == "dot_general" and graph.avals[value].dtype.itemsize == 2:
+        if graph.avals[value].dtype.itemsize == 2:
+            op = graph.operations[n]
             params = op.eqn.params | {"preferred_element_type": np.dtype(np.float32)}
             graph.operations[n] = replace(op, eqn=op.eqn.replace(params=params))
             for v in along:
                 graph.avals[v] = graph.avals[v].update(dtype=np.dtype(np.float32))
 
 
-def _adding(graph: Graph, outputs: list[int]) -> frozenset[int]:
-    """Those of `outputs` that nothing else reads and that their primitive can add to a sum."""
-    uses = Counter([v for op in graph.operations for v in op.inputs] + graph.outputs)
-    found = [v for op in graph.operations if op.name in _ADDING for v in op.outputs]
-    return frozenset(v for v in outputs if v in found and uses[v] == 1)
+def _adding(graph: Graph, outputs: list[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """For those of `outputs` that their primitive can add to a sum: its result, and its shape."""
+    can_add = {v for op in graph.operations if op.name in _ADDING for v in op.outputs}
+    sources = {v: along[-1] for v, along in _sources(graph, outputs, _IN_PLACE).items()}
+    return {v: (made, graph.avals[made].shape) for v, made in sources.items() if made in can_add}
 
 
 def _names(graph: Graph) -> dict[int, str]:

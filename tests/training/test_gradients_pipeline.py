@@ -6,6 +6,8 @@ Each schedule by itself is in `tests/pipeline/test_executor.py`, with a model th
 import pytest
 
 from mxjax.config.schema import RematConfig, RematRule
+from mxjax.pipeline import stagewise
+from mxjax.pipeline.split import split_layer
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 CASES = {
@@ -58,3 +60,30 @@ def test_equals_one_device(small_config, assert_parity, name):
     )
     policies = isinstance(remat, RematConfig)
     assert_parity(config, TOLERANCES[pipeline["schedule"]] if policies else 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "schedule"),
+    [({"pp": 2, "ep": 2}, "zbh1"), ({"pp": 2, "dp": 2, "zero_stage": 2}, "dualpipev")],
+    ids=["zbh1", "ZeRO-2, which reduces gradients before they are summed"],
+)
+def test_grouped_experts_add_to_the_sums(
+    small_config, assert_parity, monkeypatch, parallel, schedule
+):
+    splits = []
+
+    def remembered(*arguments, **options):
+        splits.append(split_layer(*arguments, **options))
+        return splits[-1]
+
+    monkeypatch.setattr(stagewise, "split_layer", remembered)
+    config = small_config(
+        "mixtral",
+        model={"num_layers": 4},
+        moe={"expert_gemm": "grouped"},
+        parallel=parallel,
+        pipeline={"schedule": schedule, "executor": "stagewise"},
+        training={"num_microbatches": 4, "global_batch_size": 8},
+    )
+    assert_parity(config)
+    assert [len(split.adding) for split in splits] == [2], "both matrices of the experts"
