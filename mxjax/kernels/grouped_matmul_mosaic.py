@@ -9,6 +9,7 @@ Shapes: R rows, K and N widths of the operands, G groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from mxjax.kernels.implementation import num_multiprocessors, out_type, traced_o
 from mxjax.kernels.mosaic_ring import (
     NUM_CONSUMERS,
     THREAD,
+    Added,
     Half,
     Ring,
     barriers,
@@ -47,6 +49,10 @@ class MatmulBlocks:
     panel: int = 8
     """Output tiles are taken in panels of so many columns of tiles, down each: neighbours in time
     share operands in the L2 cache."""
+
+
+_READ_AHEAD = 4
+"""Buffers for sums that weight gradients are added to."""
 
 
 def _mesh() -> plgpu.Mesh:
@@ -193,6 +199,16 @@ def grouped_matmul_weight_gradient(
             group, row, column, _, num_steps = place(index)
             half = Half.of((height, width), blocks.split_rows)
 
+            def target(first_row, first_column, shape):
+                start = row * height + half.first_row + first_row
+                across = column * width + half.first_column + first_column
+                return dw_gmem.at[group, pl.ds(start, shape[0]), pl.ds(across, shape[1])]
+
+            chunks = dw_smem.at[half.index]
+            sums = None if added is None else Added(half, chunks, target, added)
+            if sums is not None:
+                pl.when(num_steps > 0)(sums.begin)
+
             def product(acc):
                 def one_step(x, dy):
                     plgpu.wgmma(acc, x.at[:, half.rows].T, dy.at[:, half.columns])
@@ -201,32 +217,28 @@ def grouped_matmul_weight_gradient(
 
             step, dw = pl.run_scoped(product, plgpu.ACC(half.shape, jnp.float32))
 
-            def target(first_row, first_column, shape):
-                start = row * height + half.first_row + first_row
-                across = column * width + half.first_column + first_column
-                return dw_gmem.at[group, pl.ds(start, shape[0]), pl.ds(across, shape[1])]
-
             # Nothing is to be added for an empty group, but zeros are to be written.
-            @pl.when((num_steps > 0) | (into is None))
-            def _():
-                added_to = None if added is None else added.at[half.index]
-                store(dw.astype(dw_gmem.dtype), dw_smem.at[half.index], target, added_to)
-
+            if sums is None:
+                store(dw.astype(dw_gmem.dtype), chunks, target)
+            else:
+                pl.when(num_steps > 0)(partial(sums.store, dw))
             return step
 
         ring = Ring((x_smem, dy_smem), full, empty)
         ring.run(groups.num_groups * shape[0] * shape[1], copy, consume)
 
+    # Reading ahead pays for a stage, the memory of which it takes.
+    stages = blocks.stages if into is None else max(2, blocks.stages - 1)
     scratch = {
-        "x_smem": swizzled((blocks.stages, depth, height), x_RK.dtype),
-        "dy_smem": swizzled((blocks.stages, depth, width), dy_RN.dtype),
-        "dw_smem": result_chunks(dtype if into is None else into.dtype),
-    } | barriers(blocks.stages, 2)
+        "x_smem": swizzled((stages, depth, height), x_RK.dtype),
+        "dy_smem": swizzled((stages, depth, width), dy_RN.dtype),
+        "dw_smem": result_chunks(dtype) if into is None else result_chunks(into.dtype, _READ_AHEAD),
+    } | barriers(stages, 2)
     kernel, operands = grouped_matmul_weight_gradient_kernel, (groups.first_G1, x_RK, dy_RN)
     if into is None:
         out = out_type((groups.num_groups, K, N), dtype, x_RK)
         return _launch(kernel, out, scratch, *operands)
     total = jax.new_ref(into)
-    scratch |= {"added": plgpu.Barrier(num_barriers=NUM_CONSUMERS)}
+    scratch |= {"added": plgpu.Barrier(num_barriers=NUM_CONSUMERS * _READ_AHEAD)}
     _launch(kernel, (), scratch, *operands, total)
     return jax.freeze(total)

@@ -37,10 +37,10 @@ def swizzled(shape: tuple[int, ...], dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def result_chunks(dtype) -> Any:
+def result_chunks(dtype, number: int = NUM_CHUNKS) -> Any:
     """Buffers that results pass through, of both consumers."""
     columns = CHUNK_BYTES // jnp.dtype(dtype).itemsize
-    return swizzled((NUM_CONSUMERS, NUM_CHUNKS, CHUNK_ROWS, columns), dtype)
+    return swizzled((NUM_CONSUMERS, number, CHUNK_ROWS, columns), dtype)
 
 
 def barriers(num_stages: int, num_operands: int) -> dict[str, Any]:
@@ -168,31 +168,71 @@ class Half:
         return pl.ds(self.first_column, self.shape[1])
 
 
-def store(
-    values: jax.Array,
-    chunks,
-    target: Callable[[int, int, tuple[int, int]], Any],
-    added_to: Any | None = None,
-) -> None:
-    """Write a consumer's half tile.
+Target = Callable[[int, int, tuple[int, int]], Any]
+"""(first row, first column, shape) in a consumer's half tile -> where that belongs in GMEM."""
 
-    Args:
-      chunks: its buffers, [NUM_CHUNKS, rows, columns].
-      target: (first row, first column, shape) in the half tile -> where that belongs in GMEM.
-      added_to: with a barrier here, what is in GMEM already is added to the values.
-    """
-    shape = chunks.shape[1:]
-    firsts = itertools.product(*(range(0, n, m) for n, m in zip(values.shape, shape, strict=True)))
+
+def store(values: jax.Array, chunks, target: Target) -> None:
+    """Write a consumer's half tile through its buffers `chunks`, [number, rows, columns]."""
+    number, *shape = chunks.shape
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # stores of the tile before, long done
-    for i, (row, column) in enumerate(firsts):
-        chunk = chunks.at[i % NUM_CHUNKS]
-        if i >= NUM_CHUNKS:
-            plgpu.wait_smem_to_gmem(NUM_CHUNKS - 1, wait_read_only=True)
-        part = values[row : row + shape[0], column : column + shape[1]]
-        if added_to is not None:
-            plgpu.copy_gmem_to_smem(target(row, column, shape), chunk, added_to)
-            plgpu.barrier_wait(added_to)
-            part += chunk[...]
-        chunk[...] = part
+    for i, (row, column) in enumerate(_firsts(values.shape, shape)):
+        if i >= number:
+            plgpu.wait_smem_to_gmem(number - 1, wait_read_only=True)
+        chunk = chunks.at[i % number]
+        chunk[...] = values[row : row + shape[0], column : column + shape[1]]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(chunk, target(row, column, shape))
+        plgpu.copy_smem_to_gmem(chunk, target(row, column, tuple(shape)))
+
+
+@dataclass(frozen=True)
+class Added:
+    """As `store`, but values are added to what is in GMEM already. That is read ahead, through the
+    same buffers: the first chunks while the tile is computed.
+
+    Attributes:
+      arrived: a barrier for each buffer of each consumer.
+    """
+
+    half: Half
+    chunks: Any
+    target: Target
+    arrived: Any
+
+    def begin(self) -> None:
+        """Before the values are computed."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in range(min(self.chunks.shape[0], len(self._places))):
+            self._read(i)
+
+    def store(self, values: jax.Array) -> None:
+        """Write the sums."""
+        number, *shape = self.chunks.shape
+        for i, (row, column) in enumerate(self._places):
+            chunk = self.chunks.at[i % number]
+            plgpu.barrier_wait(self._barrier(i))
+            chunk[...] += values[row : row + shape[0], column : column + shape[1]]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(chunk, self.target(row, column, tuple(shape)))
+            # The buffer before this one: its store had the time of an addition to begin.
+            if i and i - 1 + number < len(self._places):
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                self._read(i - 1 + number)
+
+    @property
+    def _places(self) -> list[tuple[int, int]]:
+        return _firsts(self.half.shape, self.chunks.shape[1:])
+
+    def _barrier(self, i: int):
+        number = self.chunks.shape[0]
+        return self.arrived.at[self.half.index * number + i % number]
+
+    def _read(self, i: int) -> None:
+        number, *shape = self.chunks.shape
+        source = self.target(*self._places[i], tuple(shape))
+        plgpu.copy_gmem_to_smem(source, self.chunks.at[i % number], self._barrier(i))
+
+
+def _firsts(whole: Sequence[int], part: Sequence[int]) -> list[tuple[int, int]]:
+    """First row and column of each part."""
+    return list(itertools.product(*(range(0, n, m) for n, m in zip(whole, part, strict=True))))
