@@ -182,11 +182,11 @@ def timed(
     return Timed(statistics.median(seconds), compile_seconds, temp, loss, norm)
 
 
-def costs_of(config: Config) -> Costs:
+def costs_of(config: Config, stagewise: bool) -> Costs:
     """F, B, W and BW of all layers of `config` for one microbatch, on one stage's GPUs, in ms."""
     config = dataclasses.replace(config, pipeline=PipelineConfig(schedule="gpipe"))
     mesh = build_mesh(config.parallel, jax.devices()[: config.parallel.ep])
-    costs = measure_costs(PipelinedObjective(config, mesh, capacity_of(config)))
+    costs = measure_costs(PipelinedObjective(config, mesh, capacity_of(config)), stagewise)
     print(
         f"one rank's layers, ms: F {costs.F:.2f}, B {costs.B:.2f}, W {costs.W:.2f}, "
         f"BW {costs.BW:.2f}",
@@ -259,7 +259,7 @@ def main() -> None:
     options = dict(option.split("=") for option in args.xla.split(",") if option)
     options = {name: {"true": True, "false": False}.get(v, v) for name, v in options.items()}
     half = configuration(args, args.layers)
-    costs = costs_of(half)
+    costs = costs_of(half, args.stagewise)
     gpus = jax.devices()[: 2 * args.ep]
     stages = gpus[: args.ep], gpus[args.ep :]
     alone = [timed(half, stage, args.steps, options) for stage in stages]

@@ -138,7 +138,7 @@ def main() -> None:
     check(parser, args, needed=1)
     gpu, cpus = jax.devices()[:1], jax.devices("cpu")[:2]
     half = configuration(args, args.layers)
-    found = costs_of(half)
+    found = costs_of(half, stagewise=True)
     ideal = timed(half, gpu, args.steps, {}).seconds
     print(f"ideal: {ideal * 1e3:.1f} ms", flush=True)
     plain = args.microbatches * (found.F + found.BW)

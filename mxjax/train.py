@@ -167,11 +167,12 @@ def run(config: Config) -> None:
     config = replace(config, run_dir=str(Path(config.run_dir).expanduser()))
     from mxjax.sharding.mesh import build_mesh
     from mxjax.training.host_memory import check_host_memory
+    from mxjax.training.layer_costs import with_costs
     from mxjax.training.loop import Trainer, say
     from mxjax.training.plan import fitted
 
     mesh = build_mesh(config.parallel)
-    choice = fitted(config, mesh)
+    choice = fitted(with_costs(config, mesh), mesh)
     for line in choice.lines:
         say(line)
     check_host_memory(choice.config, mesh)

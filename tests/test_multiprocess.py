@@ -88,6 +88,7 @@ def test_two_processes_train_stop_and_resume_as_one_process_does(tmp_path, start
 
     last = f"training.num_steps={step + 3}"
     more = ("training.eval_interval=10000", "log.sample_tokens=3", "log.sample_prompt=x")
+    more += ("remat.mode=save_memory", "remat.memory_budget=80GiB")
     processes = start(last, *more)
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs

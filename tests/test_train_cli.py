@@ -5,8 +5,8 @@ import pytest
 
 from mxjax import train
 from mxjax.ckpt.store import CheckpointStore
-from mxjax.config import load_config
-from mxjax.config.schema import CheckpointConfig
+from mxjax.config import ConfigError, load_config
+from mxjax.config.schema import CheckpointConfig, Config, ParallelConfig, PipelineConfig
 from mxjax.sharding import mesh
 
 
@@ -143,3 +143,13 @@ def test_a_run_that_breaks_exits_1_names_step_and_place_and_leaves_its_last_good
     assert "of layer 0. The state before this step is good" in err
     assert "Traceback" not in out + err
     assert committed() == [1]
+
+
+def test_the_stagewise_executor_is_refused_for_several_processes(monkeypatch):
+    config = Config(
+        parallel=ParallelConfig(pp=2, dp=1), pipeline=PipelineConfig(executor="stagewise")
+    )
+    train.check_backend(config)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="pipeline.executor.*one process that drives all devices"):
+        train.check_backend(config)

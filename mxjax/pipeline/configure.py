@@ -53,13 +53,22 @@ def training_schedule(config: Config, cells: str | None = None) -> Schedule:
     """The schedule of a training step; `cells` in place of the configured ones.
 
     Raises:
-      ScheduleError: it cannot be made for these numbers; its `key` is an argument of
-        `make_schedule`.
+      ScheduleError: as `fixed_schedule`.
     """
     pipeline, ranks = config.pipeline, config.parallel.pp
     if pipeline.schedule == "zbh1" and pipeline.max_activations is not None:
         microbatches = config.training.num_microbatches
         return search_zero_bubble(ranks, microbatches, costs(config), pipeline.max_activations)
+    return fixed_schedule(config, cells)
+
+
+def fixed_schedule(config: Config, cells: str | None = None) -> Schedule:
+    """The same, but nothing is searched.
+
+    Raises:
+      ScheduleError: it cannot be made for these numbers; its `key` is an argument of
+        `make_schedule`.
+    """
     wanted = cells or config.pipeline.cells
     return make_schedule(
         config.pipeline.schedule,
@@ -126,7 +135,7 @@ def training_choice(config: Config, stacks: Stacks) -> tuple[TickTable, str, str
     return min(choices, key=lambda choice: time_of_ticks(choice[0], costs(config)))
 
 
-def evaluation_table(config: Config, stacks: Stacks, num_microbatches: int) -> TickTable:
+def evaluation_table(stacks: Stacks, num_microbatches: int) -> TickTable:
     """The tick table of a forward pass."""
     layout = stacks.layout
     schedule = forward_only(layout.num_ranks, num_microbatches, layout.num_chunks, layout.placement)

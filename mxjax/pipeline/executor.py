@@ -244,7 +244,6 @@ class Pipeline:
 
     def _exchange(self, state: State, row: Row, pattern: jax.Array) -> State:
         names = [f"{ring}.{c}" for ring, n in self.table.channels.items() for c in range(n)]
-        names = [name for name in names if f"send.{name}" in row]
         if not names:
             return state
         sent = {name: _get(state[name[0]], row[f"send.{name}"]) for name in names}

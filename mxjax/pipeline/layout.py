@@ -81,10 +81,6 @@ class StageLayout:
         """Which chunk of its rank a stage is."""
         return self.stages_of(self.rank_of(stage)).index(stage)
 
-    def stage_of(self, layer: int) -> int:
-        """The stage that a layer of the model lies on."""
-        return next(stage for stage, layers in enumerate(self.layers) if layer in layers)
-
     def has_embedding(self, stage: int) -> bool:
         """Whether the embedding lies on this stage."""
         return stage == 0

@@ -222,6 +222,8 @@ class Schedule:
                 )
         cells = []
         for rank, order in enumerate(orders):
+            if not isinstance(order, list):
+                raise ScheduleError(f"ops of rank {rank}: {order!r} is not a list of cells")
             try:
                 cells.append(tuple(parse_cell(str(text)) for text in order))
             except ScheduleError as error:

@@ -108,10 +108,6 @@ class LayerSplit:
         """Those of the residuals (or of what stands for them) that W needs."""
         return [r for r, needed in zip(residuals, self.for_weights, strict=True) if needed]
 
-    def infer(self, params, x, side) -> tuple[jax.Array, jax.Array, Any]:
-        """y, objective, statistics."""
-        return self.forward(params, x, side)[:3]
-
     def backward(self, params, side, residuals, dy) -> tuple[jax.Array, list[jax.Array]]:
         """Gradient of the input, and what W needs of this pass."""
         dx, *cut = self.programs["B"](jax.tree.leaves((params, side, list(residuals), dy)))

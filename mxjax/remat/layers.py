@@ -36,13 +36,6 @@ class LayerPolicy:
         """The same with nothing on the host."""
         return replace(self, save=self.save | self.offload, offload=frozenset())
 
-    def describe(self) -> str:
-        """In one line."""
-        if self.kind != "names":
-            return "keeps everything" if self.kind == "all" else "keeps matrix products"
-        kept = [*sorted(self.save), *(f"{name} (host)" for name in sorted(self.offload))]
-        return "keeps " + (", ".join(kept) or "its input")
-
 
 KEEP_ALL = LayerPolicy()
 
@@ -51,20 +44,24 @@ class RangeError(ValueError):
     """A text that names no numbers."""
 
 
-def numbers(text: str) -> set[int]:
-    """ "0,2-3" -> {0, 2, 3}.
+def numbers(text: str) -> list[range]:
+    """ "0,2-3" -> 0 to 0 and 2 to 3.
 
     Raises:
       RangeError: the text is not of this form.
     """
-    found: set[int] = set()
+    found = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         ends = (first, last if dash else first)
         if not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[1]):
             raise RangeError(f"{part.strip()!r} is neither a number nor a range such as 4-7")
-        found.update(range(int(ends[0]), int(ends[1]) + 1))
+        found.append(range(int(ends[0]), int(ends[1]) + 1))
     return found
+
+
+def _has(text: str, number: int) -> bool:
+    return any(number in some for some in numbers(text))
 
 
 def expanded(entries: Sequence[str]) -> tuple[str, ...]:
@@ -141,8 +138,8 @@ def matches(rule: RematRule, place: Place) -> bool:
       RangeError: see `numbers`.
     """
     return (
-        (rule.stages is None or place.stage in numbers(rule.stages))
-        and (rule.layers is None or place.layer in numbers(rule.layers))
+        (rule.stages is None or _has(rule.stages, place.stage))
+        and (rule.layers is None or _has(rule.layers, place.layer))
         and (rule.group is None or place.group == rule.group)
     )
 

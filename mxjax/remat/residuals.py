@@ -22,12 +22,10 @@ class Residual:
 
     Attributes:
       name: of `NAMES`, or of attention's softmax; None: it has none.
-      made_by: the primitive that computes it; None: it is an argument of the function.
       on_host: it waits in the host's memory.
     """
 
     name: str | None
-    made_by: str | None
     argument: int | None
     """Which argument (flat) it is, if it is one."""
     depends_on: frozenset[int]
@@ -73,7 +71,6 @@ def _described(jaxpr: core.Jaxpr) -> list[Residual]:
     return [
         Residual(
             name=source.name,
-            made_by=source.made_by,
             argument=source.argument,
             depends_on=source.depends_on,
             shape=var.aval.shape,
@@ -90,7 +87,6 @@ class Source:
     """Where a variable of a program comes from; see `Residual`."""
 
     name: str | None
-    made_by: str | None
     argument: int | None
     depends_on: frozenset[int]
 
@@ -102,9 +98,9 @@ def sources_of(jaxpr: core.Jaxpr, variables: Sequence[core.Var]) -> list[Source]
 
     def source(var: core.Var) -> Source:
         if isinstance(var, core.Literal):
-            return Source(None, None, None, frozenset())
-        name, made_by, origin = _origin(jaxpr, var)
-        return Source(name, made_by, arguments.get(origin), ancestors.get(var, frozenset()))
+            return Source(None, None, frozenset())
+        name, _, origin = _origin(jaxpr, var)
+        return Source(name, arguments.get(origin), ancestors.get(var, frozenset()))
 
     return [source(var) for var in variables]
 

@@ -22,6 +22,7 @@ from mxjax.kernels.implementation import with_kernels
 from mxjax.models.parts import Params, stack_layers, unstack_layers
 from mxjax.models.transformer import LayerAux, Transformer
 from mxjax.moe.balance import router_loss
+from mxjax.pipeline.gradient_sums import add, zero_sums
 from mxjax.remat.layers import layer_policies, runs
 from mxjax.remat.offload import Offloading
 from mxjax.remat.policy import rematerialise, with_softmax
@@ -366,14 +367,13 @@ def _accumulate(microbatch, batch: Batch, num_microbatches: int):
     """Sum gradients over microbatches in fp32, in a scan."""
     first = jax.tree.map(lambda a: a[0], batch)
     shapes, _ = jax.eval_shape(microbatch, 0, first)
-    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), shapes)
 
     def body(total, inputs):
         index, arrays = inputs
         grads, stats = microbatch(index, arrays)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), stats
+        return add(total, grads), stats
 
-    grads, stats = lax.scan(body, zeros, (jnp.arange(num_microbatches), batch))
+    grads, stats = lax.scan(body, zero_sums(shapes), (jnp.arange(num_microbatches), batch))
     return grads, _merge_microbatches(stats)
 
 

@@ -1,12 +1,14 @@
 """F, B and W of a model's layers, measured on the devices that will run them.
 
-`pipeline.costs: measured` does it when a run starts. The figures go into the run's `config.yaml`,
-and a run that resumes takes them from there: another choice of cells or transfers adds in another
-order, and a resumed run must be the uninterrupted one bit by bit.
+`pipeline.costs: measured` does it when a run starts. The figures stay in a file of its folder, from
+which a run that resumes takes them: another choice of cells or transfers adds in another order, and
+a resumed run must be the uninterrupted one bit by bit.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,66 +22,80 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mxjax.config import Config, ConfigError, load_config
+from mxjax.config import Config
 from mxjax.pipeline.gradient_sums import add, zero_sums
 from mxjax.pipeline.simulate import Costs
 from mxjax.pipeline.split import LayerSplit, split_layer
 from mxjax.sharding.context_parallel import sequence_order
 from mxjax.training.gradients import BATCH_SPEC, Batch
 from mxjax.training.pipelined import PipelinedObjective, Staged
+from mxjax.training.programs import runs_stagewise
+from mxjax.training.run_dir import clear_write_errors
 
 _CALLS = 10
 """Sent off in a row, so that the host's work is hidden; the median of three such rows counts."""
 
 
 def with_costs(config: Config, mesh: Mesh) -> Config:
-    """`config` with numbers for `pipeline.costs: measured`: those that the run has used before with
-    the same settings, else new ones. All processes get the same."""
+    """`config` with numbers for `pipeline.costs: measured`: those that a run in its folder measured
+    with the same settings and devices, else new ones. All processes get the same.
+
+    Raises:
+      RunDirError: the numbers cannot be written.
+    """
     if config.parallel.pp == 1 or config.pipeline.costs != "measured":
         return config
-    used = _used_before(config) if jax.process_index() == 0 else None
-    known = multihost_utils.broadcast_one_to_all(np.asarray(used or (0.0,) * 4))
-    if not known.any():
+    file, times = _file(config, mesh), np.zeros(4)
+    if jax.process_index() == 0 and file.exists():
+        times = np.asarray(json.loads(file.read_text()))
+    times = multihost_utils.broadcast_one_to_all(times)
+    if not times.any():
         capacity = min((*config.moe.capacity_buckets, float("inf")))
-        costs = measure_costs(PipelinedObjective(config, mesh, capacity))
-        times = np.asarray([costs.F, costs.B, costs.W, costs.both])
-        known = multihost_utils.broadcast_one_to_all(times)
-    rounded = tuple(float(f"{value:.4g}") for value in known)
-    return replace(config, pipeline=replace(config.pipeline, costs=rounded))
+        objective = PipelinedObjective(config, mesh, capacity)
+        costs = measure_costs(objective, runs_stagewise(config, mesh))
+        found = [float(f"{time:.4g}") for time in (costs.F, costs.B, costs.W, costs.both)]
+        times = multihost_utils.broadcast_one_to_all(np.asarray(found))
+        if jax.process_index() == 0:
+            _write(file, found)
+    numbers = tuple(float(f"{time:.4g}") for time in times)
+    return replace(config, pipeline=replace(config.pipeline, costs=numbers))
 
 
-def _used_before(config: Config) -> tuple[float, ...] | None:
-    try:
-        before = load_config(Path(config.run_dir) / "config.yaml")
-    except (ConfigError, OSError):
-        return None
-    costs = before.pipeline.costs
-    return costs if _layers(before) == _layers(config) and costs != "measured" else None
+def _file(config: Config, mesh: Mesh) -> Path:
+    """Where such numbers are kept, by what they depend on and somewhat more."""
+    settings = (
+        config.model, config.moe, config.parallel, config.remat, config.kernels, config.pipeline,
+        config.data.document_mask, replace(config.training, num_steps=1),
+        mesh.devices.flat[0].device_kind,
+    )  # fmt: skip
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()
+    return Path(config.run_dir) / f"layer_costs_{digest[:12]}.json"
 
 
-def _layers(config: Config) -> tuple:
-    """What costs depend on, and somewhat more."""
-    training = replace(config.training, num_steps=1)
-    pipeline = replace(config.pipeline, costs="measured")
-    return config.model, config.moe, config.parallel, config.remat, training, pipeline
+def _write(file: Path, times: list[float]) -> None:
+    with clear_write_errors(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole = file.with_suffix(".new")
+        whole.write_text(json.dumps(times))
+        whole.replace(file)
 
 
-def measure_costs(objective: PipelinedObjective) -> Costs:
+def measure_costs(objective: PipelinedObjective, stagewise: bool) -> Costs:
     """Milliseconds of a rank's layers, an even share of the model, for one microbatch.
 
     Weights and inputs are random; every rank runs the same layer. Layers of each kind are measured
-    alone and count as often as there are.
+    alone and count as often as there are. `stagewise`: as that executor runs them.
     """
     total = dict.fromkeys(("F", "B", "W", "BW"), 0.0)
     for kind, number in objective.stacks.kinds.items():
-        for name, seconds in _measure_layer(objective, kind).items():
+        for name, seconds in _measure_layer(objective, kind, stagewise).items():
             total[name] += 1e3 * seconds * number / objective.stacks.layout.num_ranks
     return Costs(**total)
 
 
-def _measure_layer(objective: PipelinedObjective, kind: str) -> dict[str, float]:
+def _measure_layer(objective: PipelinedObjective, kind: str, stagewise: bool) -> dict[str, float]:
     """Seconds of F, B, W and BW of one layer; the last two with the sum over microbatches."""
-    layer = _Layer(objective, kind)
+    layer = _Layer(objective, kind, stagewise)
     program = partial(_program, objective.mesh)
     batch = _batch(objective)
     bias_LE = objective.model.initial_expert_bias()
@@ -117,6 +133,7 @@ class _Layer:
 
     objective: PipelinedObjective
     kind: str
+    stagewise: bool
     split: LayerSplit | None = None
 
     def example(self, given) -> tuple[Any, jax.Array]:
@@ -136,7 +153,8 @@ class _Layer:
         side = self._side(given)
         layer = partial(self._staged(given).layer, self.kind)
         on_cpu = self.objective.mesh.devices.flat[0].platform == "cpu"
-        self.split = split_layer(layer, weights, x, side, fp32_gradients=not on_cpu)
+        in_fp32 = self.stagewise and not on_cpu
+        self.split = split_layer(layer, weights, x, side, fp32_gradients=in_fp32)
         y, _, _, residuals = self.split.forward(weights, x, side)
         return y, residuals
 
@@ -155,11 +173,13 @@ class _Layer:
         return dx, self._added(given, sums, grads)
 
     def _into(self, given, sums) -> Any:
-        return None if self._staged(given).reduces else sums
+        return sums if self.stagewise and not self._staged(given).reduces else None
 
     def _added(self, given, sums, grads) -> Any:
         staged = self._staged(given)
-        return add(sums, staged.reduce(self.kind, grads)) if staged.reduces else grads
+        if self._into(given, sums) is not None:
+            return grads
+        return add(sums, staged.reduce(self.kind, grads))
 
     def zero_sums(self, given, weights):
         return zero_sums(jax.eval_shape(partial(self._staged(given).reduce, self.kind), weights))

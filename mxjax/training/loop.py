@@ -27,7 +27,6 @@ from mxjax.sharding.mesh import AXES
 from mxjax.training.attention_note import attention_note
 from mxjax.training.diagnose import NonFiniteError, where_nonfinite
 from mxjax.training.flops import parameter_counts
-from mxjax.training.layer_costs import with_costs
 from mxjax.training.metrics import MetricsLogger, StepRecord, Throughput, peak_memory_bytes
 from mxjax.training.pipeline_plan import pipeline_note
 from mxjax.training.profiler import StepProfiler
@@ -56,7 +55,7 @@ class Trainer:
     """One run, from its configuration to its last checkpoint."""
 
     def __init__(self, config: Config, mesh: Mesh):
-        self.config = config = with_costs(config, mesh)
+        self.config = config
         self.run_dir = Path(config.run_dir)
         self.programs = Programs(config, mesh)
         cannot = config.training.nonfinite == "skip" or self.programs.waits

@@ -94,6 +94,8 @@ class _Traced:
     rings: dict[tuple[Group, LayerPolicy], dict[str, Counter]] = field(default_factory=dict)
     seconds: dict[tuple[Group, LayerPolicy], float] = field(default_factory=dict)
     sizes: dict[Group, dict[str, int]] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)
+    """Of rings between stages, which policies do not change."""
 
 
 class MemoryModel:
@@ -384,8 +386,10 @@ class MemoryModel:
     def _pipeline_buffers(self) -> int:
         if not isinstance(self.objective, PipelinedObjective):
             return 0
-        table = training_table(self.config, self.objective.stacks)
-        return sum(table.slots[ring] + 1 for ring in ("x", "g")) * self._stream_bytes
+        slots = self._traced.slots
+        if not slots:
+            slots |= training_table(self.config, self.objective.stacks).slots
+        return sum(slots[ring] + 1 for ring in ("x", "g")) * self._stream_bytes
 
     @property
     def _exchange(self) -> int:

@@ -43,8 +43,8 @@ class PipelinePlan:
 
     schedule: str
     executor: str
-    """`one_program` or `stagewise`. Memory and collectives of a plan are always those of the first,
-    and so are `ticks`, `makespan_of_ticks` and `rings`."""
+    """`one_program` or `stagewise`. What a plan compiles is always the first, to which `ticks`,
+    `makespan_of_ticks` and `rings` belong too."""
     cells: str
     """`full`, `split` or `joint`."""
     transfers: str
@@ -163,7 +163,7 @@ def as_lines(plan: PipelinePlan) -> list[str]:
     ]
     lines = ["pipeline", *(f"  {name:<16} {text}" for name, text in rows)]
     if plan.executor == "stagewise":
-        lines.append("  will run with executor stagewise; memory, collectives, ticks and slots are")
+        lines.append("  will run with executor stagewise; ticks, slots and what was compiled are")
         lines.append("  those of executor one_program")
     return lines + [f"  rank {rank:<11} {on.stages}" for rank, on in enumerate(plan.ranks)]
 

@@ -153,7 +153,7 @@ class PipelinedObjective(Objective):
     def _evaluate(self, params, bias_LE, batch: Batch, key):
         num_targets = self._count_targets(batch)
         staged = Staged(self, bias_LE, batch, None, num_targets)
-        table = evaluation_table(self.config, self.stacks, batch["tokens"].shape[0])
+        table = evaluation_table(self.stacks, batch["tokens"].shape[0])
         stats, broken = Pipeline(staged, table, *self._layers_and_outer(params)).evaluate()
         broken = collectives.psum(broken, self.mesh.axis_names)
         return self._global(stats, num_targets), jax.tree.map(lambda b: b == 0, broken)
@@ -175,7 +175,7 @@ class PipelinedObjective(Objective):
         staged.what = what
         layers, outer = self._layers_and_outer(params)
         staged.like = jax.eval_shape(staged.predict, outer, staged.stream(), jnp.int32(0))
-        table = evaluation_table(self.config, self.stacks, 1)
+        table = evaluation_table(self.stacks, 1)
         return collectives.psum(Pipeline(staged, table, layers, outer).evaluate(), "pp")
 
     def _layers_and_outer(self, params: Params) -> tuple[Params, Params]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mxjax.config import ConfigError, Problem
@@ -254,8 +256,13 @@ def memory_model(
     )
 
 
-def _device_memory(mesh: Mesh | AbstractMesh) -> int | None:
-    return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+def _device_memory(mesh: Mesh) -> int | None:
+    """Of the smallest device, in whole KiB: all processes must choose alike."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
+    least = min(limits) // 1024
+    if jax.process_count() > 1:
+        least = int(np.min(multihost_utils.process_allgather(np.int32(least))))
+    return 1024 * least or None
 
 
 def _memory(programs: Programs, compiled: Any, fullest: StagePlan) -> MemoryPlan:

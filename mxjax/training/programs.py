@@ -49,7 +49,7 @@ class Programs:
         self.mesh = mesh
         self.stagewise = runs_stagewise(config, mesh)
         """Whether a step is many programs."""
-        self.waits = self.stagewise and mesh.devices.flat[0].platform == "cpu"
+        self.waits = self.stagewise and jax.default_backend() == "cpu"
         """Whether a step has ended when it is sent off, see `Stagewise`."""
         self.objective = build_objective(config, mesh)
         parts = self.objective.model.parts
@@ -194,11 +194,13 @@ class Programs:
 
 
 def runs_stagewise(config: Config, mesh: Mesh | AbstractMesh) -> bool:
-    """See `PipelineConfig.executor`. On a mesh of shapes, `auto` is taken for one process per
-    host."""
+    """See `PipelineConfig.executor`. On devices that are not here, `auto` is taken for one process
+    per host."""
     if config.parallel.pp == 1 or config.pipeline.executor != "auto":
         return config.parallel.pp > 1 and config.pipeline.executor == "stagewise"
-    return jax.process_count() == 1 if isinstance(mesh, Mesh) else mesh.size <= GPUS_OF_A_HOST
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():
+        return jax.process_count() == 1
+    return mesh.size <= GPUS_OF_A_HOST
 
 
 class Copies:

@@ -79,6 +79,7 @@ BAD = [
     ({"model.mla": "{qk_nope_head_dim: 200}", "model.attention_implementation": "cudnn"}, "model.mla.qk_nope_head_dim", "200", ["up to 256", "to auto"]),
     ({"model.mla": "{q_lora_rank: 9}", "parallel.dp": "2"}, "model.mla.q_lora_rank", "9", ["2 data-like ranks"]),
     ({"model.mla": "{kv_lora_rank: 9}", "parallel.dp": "2"}, "model.mla.kv_lora_rank", "9", ["2 data-like ranks"]),
+    ({"model.mla": "{kv_lora_rank: 6}", "parallel.dp": "2", "parallel.pp": "2", "model.mtp_num_layers": "1"}, "model.mla.kv_lora_rank", "6", ["4 ranks", "pp for multi-token prediction"]),
     ({"model.mtp_num_layers": "1", "model.position_embedding": "learned"}, "model.mtp_num_layers", "1", ["rotary"]),
     ({"model.mtp_num_layers": "8", "training.seq_length": "8"}, "model.mtp_num_layers", "8", ["training.seq_length (8)", "lower it"]),
     # experts

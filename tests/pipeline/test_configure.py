@@ -124,6 +124,16 @@ REFUSED = {
         "pipeline.layout",
         "'x' in 'Ex|tL' is not expected",
     ),
+    "chunks of a searched order": (
+        {"layers": 4, "pp": 2, "pipeline": {"schedule": "zbh1", "max_activations": 2, "vpp": 2}},
+        "pipeline.vpp",
+        "zbh1 has 1 chunk a rank, not 2",
+    ),
+    "cells of a searched order": (
+        {"layers": 4, "pp": 2, "pipeline": {"schedule": "zbh1", "max_activations": 2, "cells": "joint"}},
+        "pipeline.cells",
+        "zbh1 has no form 'joint'",
+    ),
     "activations of an order that is not searched": (
         {"layers": 4, "pp": 2, "pipeline": {"schedule": "1f1b", "max_activations": 4}},
         "pipeline.max_activations",
@@ -235,7 +245,7 @@ def test_zbh1_with_more_activations_is_searched_for_the_costs(config_of):
 def test_evaluation_takes_any_number_of_microbatches(config_of):
     config = config_of(8, 2, {"schedule": "dualpipev"})
     for number in (1, 5):
-        table = evaluation_table(config, layer_stacks(config), number)
+        table = evaluation_table(layer_stacks(config), number)
         assert table.forward_only
         assert table.schedule.num_microbatches == number
 

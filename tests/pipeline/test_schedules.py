@@ -129,6 +129,8 @@ def test_a_schedule_file_is_read_back_as_it_was(tmp_path):
         ({"ops": None}, "schedule without ops"),
         ({"ops": {"0": [], "2": []}}, "ops: has keys 0, 2; expected 0 to 1"),
         ({"ops": {"0": [], "1": ["F0.0", "Z1.1"]}}, "ops of rank 1: cell 'Z1.1'"),
+        ({"ops": {"0": [], "1": 5}}, "ops of rank 1: 5 is not a list of cells"),
+        ({"ops": {"0": "F0.0", "1": []}}, "ops of rank 0: 'F0.0' is not a list of cells"),
         ({"ranks": "2"}, "ranks: '2' is not a whole number"),
         ({"ranks": 10**9}, "ranks: 1000000000, but ops has orders of 2"),
         ({"microbatches": 0}, "microbatches: 0 is not"),

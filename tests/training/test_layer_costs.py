@@ -1,14 +1,16 @@
 """`pipeline.costs: measured`."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from mxjax.config import load_settings, to_yaml
+from mxjax.config import load_settings
 from mxjax.pipeline.simulate import Costs
 from mxjax.training import layer_costs
 from mxjax.training.layer_costs import measure_costs, with_costs
 from mxjax.training.pipelined import PipelinedObjective
+from mxjax.training.run_dir import RunDirError, write_config
 
 
 @pytest.fixture
@@ -28,17 +30,12 @@ def measured(monkeypatch):
     """Costs in place of measured ones, and how often they were asked for."""
     calls = []
 
-    def measure(objective):
+    def measure(objective, stagewise):
         calls.append(objective)
         return Costs(F=2.0, B=3.00001, W=1.0)
 
     monkeypatch.setattr(layer_costs, "measure_costs", measure)
     return calls
-
-
-def write(config):
-    with open(f"{config.run_dir}/config.yaml", "w") as file:
-        file.write(to_yaml(config))
 
 
 def test_a_configuration_may_leave_them_to_be_measured():
@@ -52,8 +49,9 @@ def test_a_configuration_may_leave_them_to_be_measured():
     assert load_settings(settings, "test").pipeline.costs == "measured"
 
 
-def test_every_kind_of_layer_is_timed_with_the_collectives_in_it(config, mesh_of):
-    costs = measure_costs(PipelinedObjective(config, mesh_of(config)))
+@pytest.mark.parametrize("stagewise", [False, True])
+def test_every_kind_of_layer_is_timed_with_the_collectives_in_it(config, mesh_of, stagewise):
+    costs = measure_costs(PipelinedObjective(config, mesh_of(config)), stagewise)
     assert min(costs.F, costs.B, costs.W, costs.BW) > 0
 
 
@@ -65,17 +63,33 @@ def test_numbers_take_the_place_of_the_word(config, mesh_of, measured):
 
 
 def test_a_run_that_resumes_takes_those_that_it_began_with(config, mesh_of, measured):
-    costs = (1.0, 2.0, 3.0, 4.0)
-    write(dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, costs=costs)))
+    costs = with_costs(config, mesh_of(config)).pipeline.costs
     longer = dataclasses.replace(config.training, num_steps=config.training.num_steps + 1)
     resumed = dataclasses.replace(config, training=longer)
     assert with_costs(resumed, mesh_of(config)).pipeline.costs == costs
-    assert not measured
-
-
-def test_another_layer_is_measured_anew(config, mesh_of, measured):
-    costs = dataclasses.replace(config.pipeline, costs=(1.0, 2.0, 3.0))
-    wider = dataclasses.replace(config.model, ffn_hidden_size=96)
-    write(dataclasses.replace(config, pipeline=costs, model=wider))
-    assert with_costs(config, mesh_of(config)).pipeline.costs == (2.0, 3.0, 1.0, 4.0)
     assert len(measured) == 1
+
+
+def test_what_was_never_measured_is(config, mesh_of, measured):
+    """A run before had numbers of its own, which its folder has too."""
+    given = dataclasses.replace(config.pipeline, costs=(1.0, 2.0, 3.0))
+    before = dataclasses.replace(config, pipeline=given)
+    write_config(with_costs(before, mesh_of(config)), Path(config.run_dir))
+    assert with_costs(config, mesh_of(config)).pipeline.costs == (2.0, 3.0, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [("model", {"ffn_hidden_size": 96}), ("kernels", {"implementation": "xla"})],
+)
+def test_another_layer_is_measured_anew(config, mesh_of, measured, section, change):
+    with_costs(config, mesh_of(config))
+    changed = dataclasses.replace(getattr(config, section), **change)
+    with_costs(dataclasses.replace(config, **{section: changed}), mesh_of(config))
+    assert len(measured) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named(config, mesh_of, measured, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match="run_dir: cannot write"):
+        with_costs(dataclasses.replace(config, run_dir=str(tmp_path / "file")), mesh_of(config))

@@ -306,6 +306,16 @@ def test_products_of_kernels_have_a_price(tmp_path):
     assert up["bytes"] < 2 * 2 * (8192 * 2 + 8 * 128) * 2 * 128 * 1.01
 
 
+def test_a_budget_for_stages_that_are_not_compiled(tmp_path):
+    (tmp_path / "x.yaml").write_text("{}")
+    settings = ("parallel.pp=2", "remat.mode=save_memory", "remat.memory_budget=100GiB")
+    arguments = ("--config", str(tmp_path / "x.yaml"), "--devices", "2", "--no-compile", *settings)
+    code, found, said = plan(*arguments)
+    assert code == 0, said
+    assert "fits as it is" in said
+    assert found["pipeline"]["executor"] == "stagewise"
+
+
 def test_a_missing_compiler_is_named(tmp_path):
     (tmp_path / "x.yaml").write_text("{}")
     code, _, said = plan("--config", str(tmp_path / "x.yaml"), "--devices", "2")

@@ -119,12 +119,16 @@ def zero_divides_latents(c: Config) -> Findings:
     if c.model.mla is None or c.parallel.zero_stage == 0:
         return
     ranks = c.parallel.dp * c.parallel.ep * c.parallel.cp * c.parallel.sp
+    named = "data-like ranks (dp * ep * cp * sp)"
+    if c.model.mtp_num_layers and c.parallel.pp > 1:  # whose layers no stage has for itself
+        ranks *= c.parallel.pp
+        named = "ranks (pp * dp * ep * cp * sp, pp for multi-token prediction)"
     for key in ("q_lora_rank", "kv_lora_rank"):
         if (getattr(c.model.mla, key) or 0) % ranks:
             yield (
                 f"model.mla.{key}",
-                f"must be a multiple of the {ranks} data-like ranks (dp * ep * cp * sp) that ZeRO "
-                "shards it over; set parallel.zero_stage to 0 or use other axis sizes",
+                f"must be a multiple of the {ranks} {named} that ZeRO shards it over; set "
+                "parallel.zero_stage to 0 or use other axis sizes",
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from mxjax.config.rules.registry import Findings, rule
 from mxjax.config.schema import Config, PipelineConfig
-from mxjax.pipeline.configure import costs, stage_layout, training_schedule
+from mxjax.pipeline.configure import costs, fixed_schedule, stage_layout
 from mxjax.pipeline.layout import LayoutError, count_stages
 from mxjax.pipeline.schedule import ScheduleError
 
@@ -51,10 +51,8 @@ def layers_fit_the_stages(c: Config) -> Findings:
 def schedule_fits_the_microbatches(c: Config) -> Findings:
     if c.parallel.pp == 1:
         return
-    if c.pipeline.max_activations is not None:  # any microbatches will do; the search takes long
-        return
     try:
-        training_schedule(c)
+        fixed_schedule(c)  # a search has the same limits, and takes long
     except LayoutError:  # of a string without stages to count; see above
         return
     except ScheduleError as error:
