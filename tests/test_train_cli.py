@@ -151,5 +151,7 @@ def test_the_stagewise_executor_is_refused_for_several_processes(monkeypatch):
     )
     train.check_backend(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="pipeline.executor.*one process that drives all devices"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.executor.*one process that drives all devices"
+    ):
         train.check_backend(config)

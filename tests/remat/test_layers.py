@@ -76,7 +76,8 @@ def test_rules_go_by_pipeline_stage():
 
 
 def test_ranges():
-    assert numbers("0, 2-4,9") == {0, 2, 3, 4, 9}
+    assert [n for some in numbers("0, 2-4,9") for n in some] == [0, 2, 3, 4, 9]
+    assert numbers("0-3000000000") == [range(3_000_000_001)], "without a list of them"
 
 
 @pytest.mark.parametrize(
