@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mxjax.kernels.implementation import num_multiprocessors, out_type, traced_once
 from mxjax.kernels.mosaic_ring import (
+    NUM_CHUNKS,
     NUM_CONSUMERS,
     THREAD,
     Added,
@@ -52,7 +53,7 @@ class MatmulBlocks:
 
 
 _READ_AHEAD = 4
-"""Buffers for sums that weight gradients are added to."""
+"""Buffers for sums that weight gradients are added to, where there is memory for so many."""
 
 
 def _mesh() -> plgpu.Mesh:
@@ -227,18 +228,19 @@ def grouped_matmul_weight_gradient(
         ring = Ring((x_smem, dy_smem), full, empty)
         ring.run(groups.num_groups * shape[0] * shape[1], copy, consume)
 
-    # Reading ahead pays for a stage, the memory of which it takes.
-    stages = blocks.stages if into is None else max(2, blocks.stages - 1)
+    stages, chunks_ahead = blocks.stages, NUM_CHUNKS
+    if into is not None and stages > 2:  # more is worth a stage, the memory of which it takes
+        stages, chunks_ahead = stages - 1, _READ_AHEAD
     scratch = {
         "x_smem": swizzled((stages, depth, height), x_RK.dtype),
         "dy_smem": swizzled((stages, depth, width), dy_RN.dtype),
-        "dw_smem": result_chunks(dtype) if into is None else result_chunks(into.dtype, _READ_AHEAD),
+        "dw_smem": result_chunks(dtype if into is None else into.dtype, chunks_ahead),
     } | barriers(stages, 2)
     kernel, operands = grouped_matmul_weight_gradient_kernel, (groups.first_G1, x_RK, dy_RN)
     if into is None:
         out = out_type((groups.num_groups, K, N), dtype, x_RK)
         return _launch(kernel, out, scratch, *operands)
     total = jax.new_ref(into)
-    scratch |= {"added": plgpu.Barrier(num_barriers=NUM_CONSUMERS * _READ_AHEAD)}
+    scratch |= {"added": plgpu.Barrier(num_barriers=NUM_CONSUMERS * chunks_ahead)}
     _launch(kernel, (), scratch, *operands, total)
     return jax.freeze(total)

@@ -132,12 +132,15 @@ class LayerSplit:
         if total is None:
             results = program(leaves)
             return results[:-n], jax.tree.unflatten(self._params, results[-n:])
-        sums = dict(zip(outputs, jax.tree.leaves(total), strict=True))
-        into = {made: sums[v].reshape(shape) for v, (made, shape) in self.adding.items()}
+        sums, into = jax.tree.leaves(total), {}
+        for v, old in zip(outputs, sums, strict=True):
+            if v in self.adding:
+                made, shape = self.adding[v]
+                into[made] = old.reshape(shape)
         results = program(leaves, into)
         added = [
-            grad if v in self.adding else add(sums[v], grad)
-            for v, grad in zip(outputs, results[-n:], strict=True)
+            grad if v in self.adding else add(old, grad)
+            for v, old, grad in zip(outputs, sums, results[-n:], strict=True)
         ]
         return results[:-n], jax.tree.unflatten(self._params, added)
 

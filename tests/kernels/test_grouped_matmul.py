@@ -15,6 +15,7 @@ from mxjax.kernels.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_weight_gradient,
 )
+from mxjax.kernels.grouped_matmul_mosaic import MatmulBlocks
 from mxjax.kernels.implementation import ImplementationError, interpreted
 from mxjax.kernels.row_groups import row_groups, sufficient_rows
 from mxjax.pipeline.split import split_layer
@@ -81,15 +82,19 @@ def test_product_and_gradients(implementation, dtype, counts, widths):
     assert_results(got, reference(x, w, dy, groups), groups)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_weight_gradient_adds_into_a_given_one(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "blocks"),
+    [("xla", None), ("mosaic", None), ("mosaic", MatmulBlocks(stages=2))],
+    ids=["xla", "sums read ahead", "no memory to read far ahead"],
+)
+def test_weight_gradient_adds_into_a_given_one(implementation, blocks):
     """In fp32, and leaves the part of an empty group as it is, bit for bit."""
     x, w, dy, groups = problem((5, 0, 70), 64, 192, jnp.bfloat16)
     into = np.random.default_rng(1).normal(size=w.shape).astype(np.float32)
     with interpreted():
         total = jax.jit(
             lambda x, dy, groups, into: grouped_matmul_weight_gradient(
-                x, dy, groups, into_GKN=into, implementation=implementation
+                x, dy, groups, into_GKN=into, implementation=implementation, blocks=blocks
             )
         )(x, dy, groups, into)
     assert total.dtype == jnp.float32
