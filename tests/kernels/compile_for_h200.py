@@ -2,7 +2,8 @@
 
 `python -m tests.kernels.compile_for_h200 programs.json mosaic optimizer`, in a process of its own:
 it needs the CUDA compiler of `jax-cuda13-pjrt` on the path, which other tests must not find. Writes
-{name: program} of the kernels of an implementation, and of the update of a training step.
+{name: program} of the kernels of an implementation, of the update of a training step, and of a
+product that is added to sums.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mxjax.config.schema import Config, OptimizerConfig, TrainingConfig
 from mxjax.kernels.attention import causal_attention
+from mxjax.kernels.grouped_matmul import grouped_matmul_weight_gradient
+from mxjax.kernels.row_groups import row_groups, sufficient_rows
 from mxjax.training.gradients import BatchStatistics
 from mxjax.training.optimizer import build_optimizer
 from mxjax.training.state import TrainState
 from mxjax.training.step import build_update
 from tests.kernels.fused_ops import OPS, value_and_gradients
-from tests.kernels.moe_ops import moe_ops, permute_op
+from tests.kernels.moe_ops import LITE, TILE, moe_ops, permute_op
 
 TARGET = Path(__file__).parents[2] / "mxjax" / "training" / "targets" / "h200.textproto"
 
@@ -107,14 +110,41 @@ def optimizer_update(mesh: Mesh) -> str:
     return jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
 
 
+def added_product(mesh: Mesh) -> str:
+    """Gradients of experts' weights, added to sums that the caller gives up."""
+    E, T, K, H, F = LITE
+    rows = sufficient_rows(T * K, E, TILE)
+
+    def step(total_GKN, x_RK, dy_RN, counts_G):
+        groups = row_groups(counts_G, rows, TILE)
+        return grouped_matmul_weight_gradient(
+            x_RK, dy_RN, groups, into_GKN=total_GKN, implementation="mosaic"
+        )
+
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in (
+            ((E, H, F), jnp.float32), ((rows, H), jnp.bfloat16), ((rows, F), jnp.bfloat16),
+            ((E,), jnp.int32),
+        )
+    ]  # fmt: skip
+    whole = (PartitionSpec(),) * 4
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=whole, out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0).lower(*shapes).compile().as_text()
+
+
 def main(path: str, *names: str) -> None:
     topology = topologies.get_topology_desc(
         "h200", platform="cuda", target_config=TARGET.read_text(), topology="1x1x2"
     )
     programs = {}
     for name in names:
-        if name == "optimizer":
-            programs[name] = optimizer_update(Mesh(np.array(topology.devices[:1]), ("gpu",)))
+        if name in ("optimizer", "added_product"):
+            compile_ = optimizer_update if name == "optimizer" else added_product
+            programs[name] = compile_(Mesh(np.array(topology.devices[:1]), ("gpu",)))
         else:
             programs |= compiled(cases(name), Mesh(np.array(topology.devices), ("gpu",)))
     Path(path).write_text(json.dumps(programs))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mxjax.kernels.grouped_matmul import grouped_matmul, grouped_matmul_weight_gradient
+from mxjax.kernels.grouped_matmul import grouped_matmul
 from mxjax.kernels.permute import permute, plan_row_groups, unpermute
 from mxjax.kernels.route import RoutingRule, route
 from mxjax.kernels.row_groups import row_groups, sufficient_rows
@@ -37,16 +37,6 @@ def _matmul(rows: int):
         )
 
     return both
-
-
-def _into(rows: int):
-    def add(total_GKN, x_RK, dy_RN, counts_G):
-        groups = row_groups(counts_G, rows, TILE)
-        return grouped_matmul_weight_gradient(
-            x_RK, dy_RN, groups, into_GKN=total_GKN, implementation="mosaic"
-        )
-
-    return add
 
 
 def permute_op(implementation: str):
@@ -90,8 +80,6 @@ def moe_ops():
     rows = sufficient_rows(T * K, E, TILE)
     shapes = _shape(rows, H), _shape(E, dtype=jnp.int32), _shape(E, H, F)
     yield "grouped_matmul", _matmul(rows), shapes, 1
-    shapes = _shape(E, H, F, dtype=jnp.float32), _shape(rows, H), _shape(rows, F)
-    yield "grouped_matmul_weight_gradient", _into(rows), (*shapes, _shape(E, dtype=jnp.int32)), 0
     yield permute_op("mosaic")
     fp32, valid = jnp.float32, _shape(ROUTED_TOKENS, dtype=bool)
     shapes = _shape(ROUTED_TOKENS, ROUTED_EXPERTS, dtype=fp32), valid

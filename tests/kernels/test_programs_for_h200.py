@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def programs(programs_for_h200):
-    return programs_for_h200("mosaic", "optimizer")
+    return programs_for_h200("mosaic", "optimizer", "added_product")
 
 
 def test_kernels_compile_without_multicast(programs):
@@ -16,6 +16,14 @@ def test_kernels_compile_without_multicast(programs):
     for name, program in programs.items():
         assert ('custom_call_target="mosaic_gpu' in program) == (name != "optimizer"), name
         assert "multimem" not in program, name
+
+
+def test_a_product_is_added_to_sums_where_they_lie(programs):
+    entry = programs["added_product"].split("\nENTRY ")[1]
+    sums = [line for line in entry.splitlines() if "= f32[64,2048,1408]" in line]
+    made = [line.split("(")[0].split()[-1] for line in sums if " parameter(" not in line]
+    assert made == ["custom-call"], "no copy"
+    assert "input_output_alias={ {}: (0" in programs["added_product"]
 
 
 def test_the_optimizer_passes_over_its_bytes_once(programs):
