@@ -45,10 +45,9 @@ def with_costs(config: Config, mesh: Mesh) -> Config:
     """
     if config.parallel.pp == 1 or config.pipeline.costs != "measured":
         return config
-    file, times = _file(config, mesh), np.zeros(4)
-    if jax.process_index() == 0 and file.exists():
-        times = np.asarray(json.loads(file.read_text()))
-    times = multihost_utils.broadcast_one_to_all(times)
+    file = _file(config, mesh)
+    known = _read(file) if jax.process_index() == 0 else np.zeros(4)
+    times = multihost_utils.broadcast_one_to_all(known)
     if not times.any():
         capacity = min((*config.moe.capacity_buckets, float("inf")))
         objective = PipelinedObjective(config, mesh, capacity)
@@ -70,6 +69,15 @@ def _file(config: Config, mesh: Mesh) -> Path:
     )  # fmt: skip
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     return Path(config.run_dir) / f"layer_costs_{digest[:12]}.json"
+
+
+def _read(file: Path) -> np.ndarray:
+    """Zeros, if there are no such numbers."""
+    try:
+        times = np.asarray(json.loads(file.read_text()), float)
+    except (OSError, ValueError):
+        return np.zeros(4)
+    return times if times.shape == (4,) and (times > 0).all() else np.zeros(4)
 
 
 def _write(file: Path, times: list[float]) -> None:

@@ -1,6 +1,7 @@
 """`pipeline.costs: measured`."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_another_layer_is_measured_anew(config, mesh_of, measured, section, chan
     changed = dataclasses.replace(getattr(config, section), **change)
     with_costs(dataclasses.replace(config, **{section: changed}), mesh_of(config))
     assert len(measured) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2", "[1, 2, 3]", "[1, 0, 2, 3]", '"x"'])
+def test_a_broken_file_is_measured_anew(config, mesh_of, measured, content):
+    costs = with_costs(config, mesh_of(config)).pipeline.costs
+    (file,) = Path(config.run_dir).glob("layer_costs_*.json")
+    file.write_text(content)
+    assert with_costs(config, mesh_of(config)).pipeline.costs == costs
+    assert len(measured) == 2
+    assert json.loads(file.read_text()) == list(costs)
 
 
 def test_a_folder_that_cannot_be_written_is_named(config, mesh_of, measured, tmp_path):
