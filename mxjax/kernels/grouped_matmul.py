@@ -67,7 +67,8 @@ def grouped_matmul(
     implementation: Implementation | None = None,
     blocks: mosaic.MatmulBlocks | None = None,
 ) -> jax.Array:
-    """y of the module's docstring, [R, N]. Differentiable in x and w.
+    """y of the module's docstring, [R, N]. Differentiable in x and w, once; its gradient cannot be
+    batched by `vmap`.
 
     Args:
       implementation: of the product and of both gradients; see `implementation.py`. `mosaic` takes
@@ -241,6 +242,8 @@ def _computed(x_RK, dy_RN, group_N, first_G1, into_GKN=None, *, tile, blocks, dt
 @_weight_gradient_p.def_abstract_eval
 def _type(x_RK, dy_RN, group_N, first_G1, into_GKN=None, *, tile, blocks, dtype):
     shape = (first_G1.shape[0] - 1, x_RK.shape[1], dy_RN.shape[1])
+    if into_GKN is not None and into_GKN.shape != shape:
+        raise ValueError(f"into_GKN is {into_GKN.shape}, but the gradient is {shape}")
     spec = x_RK.sharding.update(spec=PartitionSpec(None, None, None))
     dtype = dtype if into_GKN is None else into_GKN.dtype
     return x_RK.update(shape=shape, dtype=dtype, sharding=spec)

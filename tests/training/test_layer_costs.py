@@ -90,7 +90,19 @@ def test_another_layer_is_measured_anew(config, mesh_of, measured, section, chan
     assert len(measured) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2", "[1, 2, 3]", "[1, 0, 2, 3]", '"x"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1, 2",
+        "[1, 2, 3]",
+        "[1, 0, 2, 3]",
+        '"x"',
+        "{}",
+        "[Infinity, 1, 1, 1]",
+        "[1e40, 1, 1, 1]",
+    ],
+)
 def test_a_broken_file_is_measured_anew(config, mesh_of, measured, content):
     costs = with_costs(config, mesh_of(config)).pipeline.costs
     (file,) = Path(config.run_dir).glob("layer_costs_*.json")
