@@ -21,13 +21,13 @@ os.environ["XLA_FLAGS"] = (
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from pipeline import (
     arrays,
     capacity_of,
@@ -80,7 +80,7 @@ class OneRank(Stagewise):
         super().__init__(
             objective._staged_of, schedule, objective.stacks, mesh, costs=costs(config)
         )
-        self.rank = rank
+        self.rank, self.mesh = rank, objective.mesh  # where the state is made
         self.sharding = NamedSharding(self.meshes[rank], self._varying)
 
     def placed(self, tree: Any) -> Any:
@@ -105,7 +105,9 @@ class OneRank(Stagewise):
 def one_rank(args, objective: PipelinedObjective, inputs: tuple, rank: int, folder: Path | None):
     """Seconds of a step, and the runner."""
     runner = OneRank(objective, rank, jax.devices()[0])
-    parts = [runner.placed(tree) for tree in begin(objective)(*inputs)]
+    specs = (objective.param_specs, REPLICATED, BATCH_SPEC, REPLICATED)
+    begin = runner.over_mesh(objective._begin, specs, None)
+    parts = [runner.placed(tree) for tree in begin(*inputs)]
     shape = runner.make_model(jax.tree.map(lambda a: a[0], parts[0])).stream()
     values = jax.random.normal(jax.random.key(0), (1, *shape.shape), shape.dtype)
     stream = jax.device_put(values, runner.sharding)
@@ -117,19 +119,6 @@ def one_rank(args, objective: PipelinedObjective, inputs: tuple, rank: int, fold
     if folder:
         print(profile(lambda: jax.block_until_ready(runner.train_alone(stream, *parts)), folder))
     return statistics.median(seconds[1:]), runner  # the first compiles
-
-
-def begin(objective: PipelinedObjective) -> Callable:
-    """What a step begins with, on the CPU devices of the objective's mesh."""
-    rows = PartitionSpec(objective.mesh.axis_names)
-
-    def shard(*inputs):
-        return jax.tree.map(lambda a: a[None], objective._begin(*inputs))
-
-    specs = (objective.param_specs, REPLICATED, BATCH_SPEC, REPLICATED)
-    return jax.jit(
-        jax.shard_map(shard, mesh=objective.mesh, in_specs=specs, out_specs=rows, check_vma=False)
-    )
 
 
 def main() -> None:
